@@ -1,0 +1,3 @@
+"""Offline calibration for quantized KV caches."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,224 @@
+"""Re-reads written files against the engine's loader contract, stricter than the engine itself.
+
+vLLM's compressed-tensors loader accepts zero, NaN, missing and over-long scales without a word
+(compressed_tensors.py, CompressedTensorsKVCacheMethod); each of those is an error here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvcal import arch, engines, formats, granularity, models, sources
+from kvcal.arch import LayerSpec, ModelSpec
+from kvcal.engines import EngineSpec
+from kvcal.errors import KvcalError, ModelError, UsageError
+from kvcal.granularity import Granularity
+from kvcal.recipe import SIDES, Side
+
+# Anything that an engine's name mapper could take for a scale of K, V or Q.
+_SCALE_LIKE = re.compile(
+    r"(?:\b|_)(?:[kvq]|kv|prob)_(?:scale|zero_point|bias_value)$|[kvq]_cache\.scale$|output_scale$"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One rule of the contract and whether the files keep it."""
+
+    rule: str
+    ok: bool
+    message: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What the files of a folder say, read once."""
+
+    folder: Path
+    config: dict[str, Any]
+    model: ModelSpec
+    files: dict[str, list[str]]  # shard -> tensors in it
+    weight_map: dict[str, str]
+    scales: dict[str, torch.Tensor]
+
+
+def check(folder: Path, engine_name: str) -> list[Finding]:
+    """All findings for one engine, failed ones included; the order is that of loading."""
+    engine = engines.get(engine_name)
+    try:
+        checkpoint = _read(folder)
+    except UsageError:
+        raise
+    except KvcalError as error:
+        return [Finding("files are readable", False, str(error))]
+    findings = [Finding("files are readable", True, f"{len(checkpoint.files)} shards")]
+    for rule, test in _RULES:
+        faults = list(test(checkpoint, engine))
+        findings.append(Finding(rule, not faults, _join(faults)))
+    return findings
+
+
+def scales_of(folder: Path) -> tuple[ModelSpec, dict[int, dict[Side, list[float]]]]:
+    """The scales as written, for comparison with what an engine holds."""
+    checkpoint = _read(folder)
+    engine = engines.VLLM
+    return checkpoint.model, {
+        layer.index: {
+            side: [float(x) for x in checkpoint.scales[_name(layer, side, engine)].flatten()]
+            for side in SIDES
+        }
+        for layer in checkpoint.model.layers
+    }
+
+
+def _read(folder: Path) -> Checkpoint:
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder")
+    config = sources.read_config(folder)
+    model = arch.read(config)
+    weight_map = models.weight_map(folder)
+    files: dict[str, list[str]] = {}
+    scales: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                files[path.name] = sorted(file.keys())
+                for name in files[path.name]:
+                    if _SCALE_LIKE.search(name):
+                        scales[name] = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: is not a whole safetensors file: {error}") from None
+    return Checkpoint(folder, config, model, files, weight_map, scales)
+
+
+def _name(layer: LayerSpec, side: Side, engine: EngineSpec) -> str:
+    return f"{layer.module}.{engine.scale_suffixes[side]}"
+
+
+def _scheme(checkpoint: Checkpoint) -> dict[str, Any]:
+    section = checkpoint.config.get("quantization_config")
+    scheme = section.get("kv_cache_scheme") if isinstance(section, dict) else None
+    return scheme if isinstance(scheme, dict) else {}
+
+
+def _granularity(checkpoint: Checkpoint) -> Granularity | None:
+    strategy = _scheme(checkpoint).get("strategy")
+    matches = [g for g in granularity.GRANULARITIES if g.compressed_tensors_strategy == strategy]
+    return matches[0] if matches else None
+
+
+def _config(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
+    section = checkpoint.config.get("quantization_config")
+    if not isinstance(section, dict):
+        yield "config.json has no quantization_config; vLLM then refuses the k_scale tensors"
+        return
+    if section.get("quant_method") not in engine.base_quant_methods:
+        yield f"quant_method is {section.get('quant_method')!r}, must be {engine.base_quant_methods[0]!r}"
+    if not isinstance(section.get("config_groups"), dict):
+        yield 'quantization_config has no "config_groups"; vLLM cannot count heads without (write {})'
+    scheme = section.get("kv_cache_scheme")
+    if not isinstance(scheme, dict):
+        yield "quantization_config has no kv_cache_scheme; vLLM then serves scale 1.0"
+        return
+    known = [g.compressed_tensors_strategy for g in granularity.GRANULARITIES]
+    allowed: dict[str, list[Any]] = {
+        "type": ["float"],
+        "num_bits": [8],
+        "symmetric": [True],
+        "dynamic": [False],
+        "strategy": known,
+    }
+    for key, values in allowed.items():
+        if scheme.get(key) not in values or isinstance(scheme.get(key), bool) != isinstance(values[0], bool):
+            shown = " or ".join(json.dumps(v) for v in values)
+            yield f"kv_cache_scheme.{key} is {json.dumps(scheme.get(key))}, must be {shown}"
+
+
+def _consumed(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
+    gran = _granularity(checkpoint)
+    if gran is not None:
+        yield from engine.refusals(checkpoint.model, formats.FP8_E4M3, gran)
+
+
+def _index(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
+    where: dict[str, str] = {}
+    for file, names in checkpoint.files.items():
+        for name in names:
+            if name in where:
+                yield f"{name} is in {where[name]} and in {file}; which one is loaded is chance"
+            where[name] = file
+            if checkpoint.weight_map.get(name) != file:
+                listed = checkpoint.weight_map.get(name, "nowhere")
+                yield f"{name} lies in {file}, the index places it {listed}"
+
+
+def _present(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
+    for layer in checkpoint.model.layers:
+        lost = [side for side in SIDES if _name(layer, side, engine) not in checkpoint.scales]
+        if lost:
+            names = ", ".join(engine.scale_suffixes[side] for side in lost)
+            yield f"layer {layer.index} has no {names}; vLLM would serve 1.0 without a word"
+
+
+def _known_names(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
+    expected = {_name(layer, side, engine) for layer in checkpoint.model.layers for side in SIDES}
+    for name in sorted(checkpoint.scales.keys() - expected):
+        yield f"{name} is no name that this model loads scales from; expected is {sorted(expected)[0]}"
+
+
+def _shapes(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
+    gran = _granularity(checkpoint)
+    if gran is None:
+        return
+    for layer, side, name, scale in _scales(checkpoint, engine):
+        heads = layer.heads if side == "q" else layer.kv_heads
+        wanted = torch.Size(gran.scale_shape(heads))
+        if scale.dtype != torch.float32:
+            yield f"{name} is {scale.dtype}, must be torch.float32"
+        if scale.shape != wanted:
+            yield f"{name} has shape {list(scale.shape)}, must be {list(wanted)} ({gran.name})"
+
+
+def _values(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
+    for _, _, name, scale in _scales(checkpoint, engine):
+        if bool(scale.isnan().any()):
+            yield f"{name} holds NaN"
+        elif not bool(scale.isfinite().all()):
+            yield f"{name} holds infinity"
+        elif bool((scale <= 0).any()):
+            yield f"{name} holds {float(scale.min()):g}; a scale must be above 0"
+
+
+def _scales(
+    checkpoint: Checkpoint, engine: EngineSpec
+) -> Iterator[tuple[LayerSpec, Side, str, torch.Tensor]]:
+    for layer in checkpoint.model.layers:
+        for side in SIDES:
+            name = _name(layer, side, engine)
+            if name in checkpoint.scales:
+                yield layer, side, name, checkpoint.scales[name]
+
+
+def _join(faults: list[str]) -> str:
+    if len(faults) <= 3:
+        return "; ".join(faults)
+    return "; ".join(faults[:3]) + f"; and {len(faults) - 3} more"
+
+
+_RULES: tuple[tuple[str, Callable[[Checkpoint, EngineSpec], Iterator[str]]], ...] = (
+    ("config announces a static FP8 cache", _config),
+    ("engine consumes it for this model", _consumed),
+    ("index and shards agree", _index),
+    ("every layer has k, v and q scales", _present),
+    ("no scale under another name", _known_names),
+    ("shapes and dtypes fit the strategy", _shapes),
+    ("values are finite and above zero", _values),
+)

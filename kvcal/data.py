@@ -1,0 +1,247 @@
+"""Text to token batches: seeded, hashed, and split so that calibration and evaluation never share text.
+
+A document belongs to evaluation if its own content hash says so, whatever file it came from and wherever
+it stands there. Running text (``builtin``, .txt) is cut into windows; rows of a dataset stay samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from kvcal.errors import DataError
+from kvcal.recipe import Text
+
+Role = Literal["calibration", "evaluation"]
+Document = str | list[dict[str, Any]]
+
+MIN_TOKENS = 8
+_EVALUATION_SHARE = 5  # one document in five
+_COLUMNS = ("text", "messages", "conversations", "prompt")
+_TXT_DOCUMENT_CHARS = 4000
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids ``(batch, tokens)`` with the mask of real tokens and their positions."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        return int(self.attention_mask.sum())
+
+    @property
+    def keep(self) -> torch.Tensor | None:
+        """``(batch, tokens)`` bool mask of real tokens; None if nothing is padded."""
+        return None if bool(self.attention_mask.all()) else self.attention_mask.bool()
+
+    def inputs(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Keyword arguments of a model's forward pass.
+
+        Without padding only ``input_ids`` are given, so that models can use their fastest causal path.
+        """
+        named = {"input_ids": self.input_ids}
+        if self.keep is not None:
+            named |= {"attention_mask": self.attention_mask, "position_ids": self.position_ids}
+        return {name: tensor.to(device) for name, tensor in named.items()}
+
+
+@dataclass(frozen=True)
+class TokenSet:
+    """Samples of token ids, what they hash to, and what the user should know about them."""
+
+    samples: tuple[tuple[int, ...], ...]
+    notices: tuple[str, ...] = field(default=())
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(s) for s in self.samples)
+
+    @property
+    def content_hash(self) -> str:
+        """SHA-256 of the samples, independent of their order."""
+        each = sorted(hashlib.sha256(json.dumps(s).encode()).hexdigest() for s in self.samples)
+        return hashlib.sha256("".join(each).encode()).hexdigest()
+
+    def batches(self, batch_size: int, padding_side: Literal["left", "right"] = "right") -> Iterator[Batch]:
+        """Batches of samples of similar length, longest first, padded with token 0."""
+        ordered = sorted(self.samples, key=len, reverse=True)
+        for start in range(0, len(ordered), batch_size):
+            yield _pad(ordered[start : start + batch_size], padding_side)
+
+
+def load(text: Text, tokenizer: Any, role: Role, seq_len: int, seed: int) -> TokenSet:
+    """Read, split, sample and tokenize.
+
+    Raises:
+        DataError: nothing there, nothing long enough, or not the column that was asked for.
+    """
+    documents, running = _read(text)
+    mine = _select(documents, role)
+    if not mine:
+        raise DataError(
+            f"{text.dataset}: none of its {len(documents)} documents falls into the {role} part;"
+            f" give more text or another {role}.dataset"
+        )
+    if role == "calibration":
+        random.Random(seed).shuffle(mine)
+    windows = _windows(mine, tokenizer, seq_len) if running else _rows(mine, tokenizer, seq_len)
+    samples = []
+    for window in windows:
+        if len(window) >= MIN_TOKENS:
+            samples.append(window)
+        if len(samples) == text.samples:
+            break
+    if not samples:
+        raise DataError(f"{text.dataset}: no {role} sample has {MIN_TOKENS} tokens or more")
+    notices = []
+    if len(samples) < text.samples:
+        notices.append(
+            f"{role}: {len(samples)} samples of at most {seq_len} tokens, fewer than the {text.samples} asked;"
+            f" {text.dataset} has no more text for {role}"
+        )
+    return TokenSet(tuple(samples), tuple(notices))
+
+
+def belongs_to(document: Document) -> Role:
+    """The part a document falls into, from its content alone."""
+    digest = hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).digest()
+    return "evaluation" if digest[0] % _EVALUATION_SHARE == 0 else "calibration"
+
+
+def _select(documents: list[Document], role: Role) -> list[Document]:
+    """Documents of one part, in an order that depends on content only."""
+    keyed = {json.dumps(d, sort_keys=True, default=str): d for d in documents}
+    mine = [key for key, d in keyed.items() if belongs_to(d) == role]
+    return [keyed[key] for key in sorted(mine, key=lambda key: hashlib.sha256(key.encode()).digest())]
+
+
+def _read(text: Text) -> tuple[list[Document], bool]:
+    """All documents, and whether they are running text."""
+    name, path = text.dataset, Path(text.dataset)
+    if name == "builtin":
+        return list(_builtin()), True
+    if path.suffix in (".txt", ".jsonl", ".parquet") and not path.is_file():
+        raise DataError(f"{name}: no such file")
+    if path.suffix == ".txt":
+        return list(_txt(path)), True
+    return _dataset_rows(text), False
+
+
+def _builtin() -> list[str]:
+    """The help topics of Python's own documentation: English prose and code that every machine has."""
+    from pydoc_data.topics import topics
+
+    return [topics[name] for name in sorted(topics)]
+
+
+def _txt(path: Path) -> Iterator[str]:
+    """Runs of paragraphs of a few thousand characters."""
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    gathered: list[str] = []
+    for paragraph in content.split("\n\n"):
+        if not paragraph.strip():
+            continue
+        gathered.append(paragraph)
+        if sum(map(len, gathered)) >= _TXT_DOCUMENT_CHARS:
+            yield "\n\n".join(gathered)
+            gathered = []
+    if gathered:
+        yield "\n\n".join(gathered)
+
+
+def _dataset_rows(text: Text) -> list[Document]:
+    import datasets
+
+    loaders = {".jsonl": "json", ".parquet": "parquet"}
+    path = Path(text.dataset)
+    datasets.disable_progress_bars()
+    try:
+        if path.suffix in loaders:
+            rows = datasets.load_dataset(loaders[path.suffix], data_files=str(path), split="train")
+        else:
+            rows = datasets.load_dataset(text.dataset, split=text.split)
+    except Exception as error:  # datasets raises whatever its readers raise
+        first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise DataError(f"{text.dataset}: cannot be read as a dataset: {first_line}") from None
+    column = _column(text, list(rows.column_names))
+    documents = [_document(text.dataset, column, value) for value in rows[column]]
+    return [d for d in documents if d]
+
+
+def _column(text: Text, present: list[str]) -> str:
+    wanted = [text.column] if text.column else list(_COLUMNS)
+    for column in wanted:
+        if column in present:
+            return column
+    asked = repr(text.column) if text.column else " or ".join(_COLUMNS)
+    raise DataError(
+        f"{text.dataset}: has no column {asked}; its columns are {', '.join(present)} (use --dataset-column)"
+    )
+
+
+def _document(dataset: str, column: str, value: Any) -> Document:
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, list) and all(isinstance(turn, dict) and "role" in turn for turn in value):
+        return value
+    raise DataError(f"{dataset}: column {column!r} holds {type(value).__name__}, not text or chat messages")
+
+
+def _windows(documents: list[Document], tokenizer: Any, seq_len: int) -> Iterator[tuple[int, ...]]:
+    """Documents joined and cut; each window begins as a served prompt would, with BOS if there is one."""
+    bos = _bos(tokenizer)
+    room = seq_len - len(bos)
+    buffer: list[int] = []
+    for document in documents:
+        buffer += tokenizer(f"{document}\n\n", add_special_tokens=False)["input_ids"]
+        while len(buffer) >= room:
+            yield (*bos, *buffer[:room])
+            buffer = buffer[room:]
+    if buffer:
+        yield (*bos, *buffer)
+
+
+def _rows(documents: list[Document], tokenizer: Any, seq_len: int) -> Iterator[tuple[int, ...]]:
+    for document in documents:
+        if isinstance(document, str):
+            ids = tokenizer(document)["input_ids"]
+        else:
+            if tokenizer.chat_template is None:
+                raise DataError("the rows are chats, but the model's tokenizer has no chat template")
+            rendered = tokenizer.apply_chat_template(document, tokenize=False)
+            ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        yield tuple(ids[:seq_len])
+
+
+def _bos(tokenizer: Any) -> list[int]:
+    """The ids that the tokenizer puts before every text."""
+    with_special, without = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return [bos] if bos is not None and with_special[:1] == [bos] and without[:1] != [bos] else []
+
+
+def _pad(samples: list[tuple[int, ...]], side: Literal["left", "right"]) -> Batch:
+    width = max(map(len, samples))
+    input_ids = torch.zeros(len(samples), width, dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, sample in enumerate(samples):
+        real = slice(0, len(sample)) if side == "right" else slice(width - len(sample), width)
+        input_ids[row, real] = torch.tensor(sample)
+        attention_mask[row, real] = 1
+    # Positions are given: models derive them from the tensor's shape and would shift a left-padded row.
+    position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    return Batch(input_ids, attention_mask, position_ids)

@@ -1,0 +1,49 @@
+"""Scales in the names and the config that vLLM's compressed-tensors loader reads.
+
+Names: ``<attention module>.{k,v,q}_scale`` float32, mapped by ``get_cache_scale_mapper`` in
+vllm/model_executor/layers/quantization/base_config.py. Config: ``kv_cache_scheme`` of
+``CompressedTensorsConfig``; ``config_groups`` must be there, since only then does ``get_quant_config``
+(model_loader/weight_utils.py) tell the loader how many heads there are. Q travels too: kernels that
+compute attention in FP8 round it with ``q_scale``, and a missing one is 1.0 without a word.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from kvcal.export.bundle import Bundle
+from kvcal.plan import Plan
+from kvcal.recipe import SIDES
+from kvcal.scales import Scales
+
+
+def to_bundle(scales: Scales, plan: Plan, base_quantization: dict[str, Any] | None) -> Bundle:
+    """Rename the scales; merge the KV scheme into the base's quantization config if it has one."""
+    suffixes = plan.engine.scale_suffixes
+    tensors = {
+        f"{layer.module}.{suffixes[side]}": scales.layers[layer.index][side].float().contiguous()
+        for layer in plan.layers
+        for side in SIDES
+    }
+    quantization = copy.deepcopy(base_quantization) or {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "frozen",
+        "global_compression_ratio": None,
+        "ignore": [],
+    }
+    quantization.setdefault("config_groups", {})
+    quantization["kv_cache_scheme"] = {
+        "num_bits": plan.format.bits,
+        "type": "float",
+        "strategy": plan.granularity.compressed_tensors_strategy,
+        "symmetric": True,
+        "dynamic": False,
+    }
+    return Bundle(tensors=tensors, quantization=quantization)
+
+
+def serve_command(folder: str, plan: Plan) -> list[str]:
+    """The command that serves the checkpoint over the quantized cache."""
+    return ["vllm", "serve", folder, "--kv-cache-dtype", plan.engine.cache_dtype[plan.format.name]]

@@ -1,0 +1,31 @@
+"""The only place that chooses between the Triton kernels and their torch definitions."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kvcal.kernels import reference
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The implementation that runs, and its name for reports."""
+
+    name: str
+    quantize: Callable[..., torch.Tensor]
+    quantized_attention: Callable[..., torch.Tensor]
+
+
+def choose(device: torch.device) -> Backend:
+    """Triton on a CUDA device; the torch definition elsewhere and under ``KVCAL_EAGER=1``."""
+    eager = os.environ.get("KVCAL_EAGER") == "1"
+    if device.type == "cuda" and not eager and importlib.util.find_spec("triton"):
+        from kvcal.kernels import attention, quantize
+
+        return Backend("triton", quantize.quantize, attention.quantized_attention)
+    return Backend("torch reference", reference.quantize, reference.quantized_attention)

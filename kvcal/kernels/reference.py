@@ -1,0 +1,126 @@
+"""Pure-torch definitions of correct. The Triton kernels beside this file agree with these functions.
+
+Shapes: Q ``(batch, heads, queries, head_dim)``; K and V ``(batch, kv_heads, keys, head_dim)``; query head
+``h`` reads KV head ``h // (heads / kv_heads)``. Query ``i`` stands at position ``keys - queries + i`` and
+sees keys up to and including its own. A scale has shape ``(1,)`` or ``(heads, 1, 1)``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcal.formats import KVFormat
+
+# FlashAttention-3 lifts exp(s - max) into [0, 256] before rounding it to E4M3, so that small
+# probabilities use the exponents that [0, 1] leaves idle (hopper/softmax.h, Max_offset = 8).
+PROBABILITY_LIFT = 256.0
+
+
+def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    """Codes of ``x / scale``, saturated to ``±fmt.max`` and rounded half to even.
+
+    Division, not multiplication by a reciprocal: it is what vLLM's cache write does
+    (csrc/quantization/w8a8/fp8/nvidia/quant_utils.cuh, scaled_vec_conversion).
+    """
+    scaled = x.float() / _over_heads(scale)
+    return scaled.clamp(-fmt.max, fmt.max).to(getattr(torch, fmt.storage_dtype))
+
+
+def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``codes * scale`` in float32."""
+    return codes.float() * _over_heads(scale)
+
+
+def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    """What the cache gives back for ``x``, in the dtype of ``x``."""
+    return dequantize(quantize(x, scale, fmt), scale).to(x.dtype)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention in the dtype of ``q``, without any quantization.
+
+    ``window`` keys are visible to a query, its own included; ``softcap`` bounds logits by
+    ``softcap * tanh(logits / softcap)``.
+    """
+    weights, total = _weights(q, k, scaling, window, softcap)
+    return _weighted_values(weights, v) / total
+
+
+def quantized_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    fmt: KVFormat,
+    scaling: float,
+    q_scale: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    quantize_probabilities: bool = False,
+) -> torch.Tensor:
+    """Causal attention over a quantized cache, accumulated in float32.
+
+    Args:
+        q: 16-bit or float32 queries; rounded to ``fmt`` first when ``q_scale`` is given.
+        k: codes of K, as :func:`quantize` returns them.
+        v: codes of V.
+        k_scale: scale of K, ``(1,)`` or ``(kv_heads, 1, 1)``.
+        v_scale: scale of V, likewise.
+        q_scale: scale of Q, ``(1,)`` or ``(heads, 1, 1)``.
+        fmt: the storage format.
+        scaling: softmax scale, usually ``head_dim ** -0.5``.
+        window: visible keys per query, its own included.
+        softcap: bound of the logits.
+        quantize_probabilities: round ``256 * exp(s - max)`` to ``fmt`` before it meets V, as
+            FlashAttention-3 does; the denominator keeps full precision.
+
+    Returns:
+        ``(batch, heads, queries, head_dim)`` in float32.
+    """
+    queries = q.float() if q_scale is None else dequantize(quantize(q, q_scale, fmt), q_scale)
+    weights, total = _weights(queries, dequantize(k, k_scale), scaling, window, softcap)
+    if quantize_probabilities:
+        lifted = (weights * PROBABILITY_LIFT).to(getattr(torch, fmt.storage_dtype))
+        weights = lifted.float() / PROBABILITY_LIFT
+    return _weighted_values(weights, dequantize(v, v_scale)) / total
+
+
+def visible(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """``(queries, keys)`` bool: which keys each query sees."""
+    position = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
+    key = torch.arange(keys, device=device).unsqueeze(0)
+    causal = key <= position
+    return causal if window is None else causal & (key > position - window)
+
+
+def _over_heads(scale: torch.Tensor) -> torch.Tensor:
+    return scale.float().reshape(-1, 1, 1)
+
+
+def _weights(
+    q: torch.Tensor, k: torch.Tensor, scaling: float, window: int | None, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``exp(s - max)`` as ``(batch, kv_heads, group, queries, keys)`` and its sum over keys."""
+    batch, heads, queries, head_dim = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads, queries, head_dim)
+    logits = torch.matmul(grouped, k.unsqueeze(2).transpose(-1, -2)) * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~visible(queries, keys, window, q.device), float("-inf"))
+    weights = torch.exp(logits - logits.amax(-1, keepdim=True))
+    return weights, weights.sum(-1, keepdim=True).flatten(1, 2)
+
+
+def _weighted_values(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.matmul(weights, v.unsqueeze(2)).flatten(1, 2)

@@ -1,0 +1,202 @@
+"""Recipes: strict, readable alone, every fault of a file reported at once.
+
+A recipe says *how* to calibrate; the model it is applied to is named on the command line. Command-line
+flags override single fields through :meth:`Recipe.override`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from kvcal import engines, formats, granularity
+from kvcal.errors import RecipeError, UsageError
+
+Side = Literal["k", "v", "q"]
+SIDES: tuple[Side, ...] = ("k", "v", "q")
+
+_Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+_NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ScaleRule(_Section):
+    """How an absolute maximum becomes a scale.
+
+    ``amax``: ``headroom * amax / max``. ``power_of_two``: the same rounded up to a power of two, so that
+    scaling changes exponents only and is exact in every binary format.
+    """
+
+    rule: Literal["amax", "power_of_two"] = "amax"
+    headroom: Annotated[float, Field(ge=1.0, le=16.0)] = 1.0
+
+
+class Text(_Section):
+    """Where text comes from and how much of it is used.
+
+    ``dataset`` is ``builtin``, a local .jsonl, .parquet or .txt file, or a hub id or dataset folder
+    (with ``split``). ``column`` names the text or chat column; by default ``text``, ``messages``,
+    ``conversations`` or ``prompt``, whichever is there.
+    """
+
+    dataset: Annotated[str, Field(min_length=1)] = "builtin"
+    split: str = "train"
+    column: str | None = None
+    samples: Annotated[int, Field(ge=1)] = 64
+    seq_len: Annotated[int, Field(ge=8)] = 512
+
+
+class Calibration(Text):
+    """Text that sets the scales."""
+
+    batch_size: Annotated[int, Field(ge=1)] = 4
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+
+class Evaluation(Text):
+    """Held-out text that judges them. Documents are assigned by content, so none is in both."""
+
+    samples: Annotated[int, Field(ge=1)] = 8
+    batch_size: Annotated[int, Field(ge=1)] = 1
+
+
+class Gates(_Section):
+    """Limits on what was measured; a value beyond one of them fails the run."""
+
+    kl_mean: _NonNegative | None = None
+    kl_p99: _NonNegative | None = None
+    top1_agreement: _Fraction | None = None
+    perplexity_increase: _NonNegative | None = None
+    attention_error: _NonNegative | None = None
+
+
+class Recipe(_Section):
+    """One calibration, whole."""
+
+    description: str = ""
+    format: str = "fp8"
+    granularity: str = "per_tensor"
+    engine: str = "vllm"
+    scale: ScaleRule = ScaleRule()
+    calibration: Calibration = Calibration()
+    evaluation: Evaluation = Evaluation()
+    gates: Gates = Gates(kl_mean=0.1)
+
+    @field_validator("format")
+    @classmethod
+    def _known_format(cls, value: str) -> str:
+        return _known(lambda: formats.get(value).name)
+
+    @field_validator("granularity")
+    @classmethod
+    def _known_granularity(cls, value: str) -> str:
+        return _known(lambda: granularity.get(value).name)
+
+    @field_validator("engine")
+    @classmethod
+    def _known_engine(cls, value: str) -> str:
+        return _known(lambda: engines.get(value).name)
+
+    def override(self, changes: Mapping[str, Any]) -> Recipe:
+        """A copy with dotted fields replaced, validated again: ``{"calibration.samples": 16}``."""
+        tree = self.model_dump()
+        for path, value in changes.items():
+            *parents, leaf = path.split(".")
+            node = tree
+            for parent in parents:
+                node = node[parent]
+            node[leaf] = value
+        return parse(tree, source="command line")
+
+    def to_yaml(self) -> str:
+        """The recipe with every default filled in, as YAML."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def _known(look_up: Any) -> str:
+    try:
+        return str(look_up())
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+
+
+def parse(tree: Any, source: str) -> Recipe:
+    """Validate parsed YAML.
+
+    Raises:
+        RecipeError: with one line per fault: path, found value, and what would be right.
+    """
+    if not isinstance(tree, Mapping):
+        raise RecipeError(source, [f"a recipe is a mapping of fields, found {type(tree).__name__}"])
+    try:
+        return Recipe.model_validate(dict(tree))
+    except ValidationError as error:
+        raise RecipeError(source, [_describe(f) for f in error.errors()]) from None
+    except RecursionError:
+        raise RecipeError(source, ["nested too deeply to be a recipe"]) from None
+
+
+def load(name: str) -> Recipe:
+    """Read a recipe from a file, or by the name of one that kvcal ships (``fp8-per-head``)."""
+    path = Path(name)
+    if not path.suffix and not path.exists():
+        path = shipped_folder() / f"{name}.yaml"
+        if not path.exists():
+            raise UsageError(
+                f"no recipe named {name!r}; kvcal ships {', '.join(shipped())}; or give the path of a file"
+            )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise RecipeError(name, [f"cannot be read: {error}"]) from None
+    return parse_text(text, source=str(path))
+
+
+def parse_text(text: str, source: str) -> Recipe:
+    """Validate a recipe given as YAML text."""
+    try:
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        message = " ".join(str(error).split())
+        raise RecipeError(source, [f"not YAML: {message}"]) from None
+    return parse(tree, source)
+
+
+def shipped_folder() -> Path:
+    """``recipes/`` of the checkout, or its copy inside an installed package."""
+    package = Path(__file__).parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def shipped() -> list[str]:
+    """Names of the recipes that kvcal ships."""
+    return sorted(p.stem for p in shipped_folder().glob("*.yaml"))
+
+
+def _describe(fault: Any) -> str:
+    path = ".".join(str(part) for part in fault["loc"]) or "recipe"
+    if fault["type"] == "extra_forbidden":
+        known = _fields_beside(fault["loc"])
+        close = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        return f"{path}: unknown field; {hint}"
+    message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    found = repr(fault["input"])
+    found = found if len(found) <= 60 else found[:57] + "..."
+    return f"{path}: found {found}; {message}"
+
+
+def _fields_beside(location: tuple[Any, ...]) -> list[str]:
+    model: type[BaseModel] = Recipe
+    for part in location[:-1]:
+        model = model.model_fields[str(part)].annotation  # type: ignore[assignment]
+    return sorted(model.model_fields)

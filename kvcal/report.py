@@ -1,0 +1,284 @@
+"""A run as one JSON document, as Markdown and in the terminal. Nothing is computed here."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvcal.check import Finding
+from kvcal.evaluate import Evaluation
+from kvcal.gates import GateResult
+from kvcal.plan import Plan
+from kvcal.recipe import SIDES, Side
+from kvcal.scales import SideSummary
+from kvcal.validate import Validation
+
+Report = dict[str, Any]
+
+
+def build(
+    plan: Plan,
+    evaluation: Evaluation,
+    validation: Validation,
+    summaries: Mapping[int, Mapping[Side, SideSummary]],
+    gates: Sequence[GateResult],
+    findings: Sequence[Finding],
+    serve: Sequence[str],
+) -> Report:
+    """The document behind ``report.json``; README lists its keys."""
+    consumed = all(f.ok for f in findings)
+    passed = consumed and all(g.passed for g in gates)
+    return {
+        "verdict": "pass" if passed else "fail",
+        "gates": [
+            {"name": g.name, "limit": g.limit, "value": g.value, "passed": g.passed, "text": str(g)}
+            for g in gates
+        ],
+        "fidelity": asdict(evaluation.cache),
+        "fidelity_fp8_attention": asdict(evaluation.attention),
+        "attention_error": {
+            "mean": validation.mean,
+            "worst_layer": validation.worst[0],
+            "worst": validation.worst[1],
+            "tokens": validation.tokens,
+            "implementation": validation.implementation,
+        },
+        "bits_per_element": plan.bits_per_element,
+        "bytes_per_token": {
+            "reference": plan.bytes_per_token_reference,
+            "quantized": plan.bytes_per_token_quantized,
+        },
+        "layers": [_layer(index, sides, validation) for index, sides in sorted(summaries.items())],
+        "engine": {
+            "name": plan.engine.name,
+            "version": plan.engine.version,
+            "consumed": consumed,
+            "reasons": [f"{f.rule}: {f.message}" for f in findings if not f.ok]
+            or [f"served by {plan.engine.backends[plan.granularity.name]}"],
+        },
+        "serve": shlex.join(serve),
+    }
+
+
+def plan_document(plan: Plan, source_name: str) -> Report:
+    """The document behind ``kvcal plan --json``."""
+    first = plan.layers[0]
+    return {
+        "model": source_name,
+        "architecture": plan.model.architecture,
+        "layers": len(plan.layers),
+        "sliding_layers": sum(layer.kind == "sliding" for layer in plan.layers),
+        "heads": first.heads,
+        "kv_heads": first.kv_heads,
+        "head_dim": first.head_dim,
+        "max_context": plan.model.max_context,
+        "format": plan.format.name,
+        "granularity": plan.granularity.name,
+        "bits_per_element": plan.bits_per_element,
+        "bytes_per_token": {
+            "reference": plan.bytes_per_token_reference,
+            "quantized": plan.bytes_per_token_quantized,
+        },
+        "scale_bytes": plan.scale_bytes,
+        "engine": {
+            "name": plan.engine.name,
+            "version": plan.engine.version,
+            "consumed": True,
+            "reasons": [f"served by {plan.engine.backends[plan.granularity.name]}"],
+        },
+        "calibration_tokens_at_most": plan.recipe.calibration.samples * plan.seq_len,
+        "notices": list(plan.notices),
+    }
+
+
+def print_plan(console: Console, document: Report) -> None:
+    engine, per_token = document["engine"], document["bytes_per_token"]
+    ratio = per_token["reference"] / per_token["quantized"]
+    sliding = f", {document['sliding_layers']} of them sliding" if document["sliding_layers"] else ""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    table.add_row("model", f"{document['model']} ({document['architecture']})")
+    table.add_row(
+        "cache",
+        f"{document['layers']} layers{sliding}; {document['kv_heads']} KV heads of {document['head_dim']}"
+        f" for {document['heads']} query heads",
+    )
+    table.add_row("format", f"{document['format']}, {document['granularity']}")
+    table.add_row(
+        "per token",
+        f"{per_token['reference']:,.0f} bytes in 16 bits, {per_token['quantized']:,.0f} quantized"
+        f" ({ratio:.2f}x less)",
+    )
+    table.add_row("engine", f"{engine['name']} {engine['version']} consumes it: {engine['reasons'][0]}")
+    console.print(table, highlight=False)
+
+
+def print_report(console: Console, report: Report) -> None:
+    _print_verdict(console, report)
+    print_fidelity(console, report["fidelity"], report["fidelity_fp8_attention"])
+    error = report["attention_error"]
+    console.print(
+        f"attention error {error['mean']:.4f} mean, {error['worst']:.4f} worst (layer"
+        f" {error['worst_layer']});"
+        f" {error['implementation']}, {error['tokens']} tokens",
+        highlight=False,
+    )
+    flagged = _flagged(report)
+    for line in flagged[:8]:
+        console.print(line, style="yellow", highlight=False)
+    if len(flagged) > 8:
+        console.print(f"and {len(flagged) - 8} more flags in report.json", style="yellow", highlight=False)
+    if report["verdict"] == "pass":
+        console.print("serve with", style="bold")
+        console.print(f"  {report['serve']}", highlight=False, soft_wrap=True)
+
+
+def print_fidelity(console: Console, cache: Mapping[str, float], attention: Mapping[str, float]) -> None:
+    table = Table(title=f"fidelity over {cache['tokens']:,} held-out tokens", title_justify="left")
+    for heading, justify in (
+        ("stored or rounded to FP8", "left"),
+        ("KL mean", "right"),
+        ("KL p99", "right"),
+        ("top-1", "right"),
+        ("perplexity", "right"),
+    ):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    table.add_row("nothing", "", "", "", f"{cache['perplexity_reference']:.3f}")
+    for label, row in (("K and V", cache), ("K, V and Q (FP8 kernels)", attention)):
+        table.add_row(label, *_fidelity_cells(row))
+    console.print(table)
+
+
+def print_validation(console: Console, validation: Validation) -> None:
+    table = Table(
+        title=f"attention error over {validation.tokens:,} held-out tokens ({validation.implementation})"
+    )
+    for heading in ("layer", "K and V, mean", "worst head", "with Q and P, mean", "logit SNR dB, worst"):
+        table.add_column(heading, justify="right")
+    for index, layer in validation.layers.items():
+        table.add_row(
+            str(index),
+            f"{sum(layer.cache) / len(layer.cache):.4f}",
+            f"{max(layer.cache):.4f}",
+            f"{sum(layer.attention) / len(layer.attention):.4f}",
+            f"{min(layer.logit_snr_db):.1f}",
+        )
+    console.print(table)
+
+
+def print_findings(console: Console, findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        mark, style = ("ok  ", "green") if finding.ok else ("FAIL", "bold red")
+        console.print(f"[{style}]{mark}[/] {finding.rule}", highlight=False)
+        if not finding.ok:
+            console.print(f"     {finding.message}", markup=False, highlight=False)
+
+
+def markdown(report: Report, plan: Plan, source_name: str) -> str:
+    """The report as Markdown, for people and for a pull request."""
+    cache, attention = report["fidelity"], report["fidelity_fp8_attention"]
+    per_token = report["bytes_per_token"]
+    lines = [
+        f"# KV-cache calibration of {source_name}",
+        "",
+        f"**Verdict: {report['verdict']}.** {plan.format.name}, {plan.granularity.name}, for"
+        f" {plan.engine.name} {plan.engine.version}.",
+        "",
+        "```",
+        report["serve"],
+        "```",
+        "",
+        "| stored or rounded to FP8 | KL mean | KL p99 | top-1 | perplexity |",
+        "|---|---:|---:|---:|---:|",
+        f"| nothing | | | | {cache['perplexity_reference']:.3f} |",
+        "| K and V | " + " | ".join(_fidelity_cells(cache)) + " |",
+        "| K, V and Q (FP8 kernels) | " + " | ".join(_fidelity_cells(attention)) + " |",
+        "",
+        f"{cache['tokens']:,} held-out tokens. {per_token['reference']:,.0f} bytes per token in 16 bits,"
+        f" {per_token['quantized']:,.0f} quantized ({report['bits_per_element']:.3f} bits per element).",
+        "",
+        "| gate | value | limit | |",
+        "|---|---:|---:|---|",
+        *(
+            f"| {g['name']} | {g['value']:.6g} | {g['limit']:g} |"
+            f" {'passed' if g['passed'] else '**failed**'} |"
+            for g in report["gates"]
+        ),
+        "",
+        "| layer | K amax | V amax | Q amax | attention error | flags |",
+        "|---:|---:|---:|---:|---:|---|",
+        *(_layer_line(layer) for layer in report["layers"]),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _print_verdict(console: Console, report: Report) -> None:
+    style = "bold green" if report["verdict"] == "pass" else "bold red"
+    console.print(f"verdict: {report['verdict']}", style=style)
+    for gate in report["gates"]:
+        mark, colour = ("ok  ", "green") if gate["passed"] else ("FAIL", "bold red")
+        console.print(f"[{colour}]{mark}[/] {gate['text']}", highlight=False)
+    if report["engine"]["consumed"]:
+        name = f"{report['engine']['name']} {report['engine']['version']}"
+        console.print(f"[green]ok  [/] written files keep the loader contract of {name}", highlight=False)
+    else:
+        for reason in report["engine"]["reasons"]:
+            console.print("[bold red]FAIL[/] ", end="")
+            console.print(reason, markup=False, highlight=False)
+
+
+def _fidelity_cells(row: Mapping[str, float]) -> list[str]:
+    return [
+        f"{row['kl_mean']:.4f}",
+        f"{row['kl_p99']:.4f}",
+        f"{100 * row['top1_agreement']:.2f} %",
+        f"{row['perplexity']:.3f}",
+    ]
+
+
+def _layer(index: int, sides: Mapping[Side, SideSummary], validation: Validation) -> Report:
+    row: Report = {"index": index, "attention_error": asdict(validation.layers[index])}
+    row.update({side: asdict(sides[side]) for side in SIDES})
+    return row
+
+
+def _flagged(report: Report) -> list[str]:
+    return [
+        f"layer {layer['index']}: {side.upper()} {flag}"
+        f" ({100 * layer[side]['saturated']:.2g} % clipped,"
+        f" {100 * layer[side]['zeroed']:.2g} % stored as 0 there)"
+        for layer in report["layers"]
+        for side in SIDES
+        for flag in layer[side]["flags"]
+    ]
+
+
+def _layer_line(layer: Report) -> str:
+    flags = "; ".join(f"{side.upper()} {flag}" for side in SIDES for flag in layer[side]["flags"])
+    worst = max(layer["attention_error"]["cache"])
+    amax = " | ".join(f"{layer[side]['amax']:.4g}" for side in SIDES)
+    return f"| {layer['index']} | {amax} | {worst:.4f} | {flags} |"
+
+
+def fidelity_document(evaluation: Evaluation) -> Report:
+    """The document behind ``kvcal evaluate --json``."""
+    return {"fidelity": asdict(evaluation.cache), "fidelity_fp8_attention": asdict(evaluation.attention)}
+
+
+def validation_document(validation: Validation) -> Report:
+    """The document behind ``kvcal validate --json``."""
+    return {
+        "implementation": validation.implementation,
+        "tokens": validation.tokens,
+        "mean": validation.mean,
+        "worst_layer": validation.worst[0],
+        "worst": validation.worst[1],
+        "layers": [{"index": index} | asdict(layer) for index, layer in validation.layers.items()],
+    }

@@ -1,0 +1,302 @@
+"""Orchestration: each command's steps in order. The steps themselves live in their own modules."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcal import (
+    __version__,
+    arch,
+    calibrate,
+    check,
+    data,
+    evaluate,
+    gates,
+    models,
+    plan,
+    report,
+    scales,
+    sources,
+    validate,
+)
+from kvcal import recipe as recipes
+from kvcal.errors import ModelError, UsageError
+from kvcal.export import bundle, vllm
+from kvcal.progress import Narrator
+
+VALIDATION_SAMPLES = 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for, beside the recipe."""
+
+    model: str
+    revision: str | None = None
+    output: Path | None = None
+    overwrite: bool = False
+    device: str = "auto"
+    trust: models.Trust = models.TRUST_NOTHING
+
+
+def make_plan(
+    request: Request, recipe: recipes.Recipe, narrator: Narrator
+) -> tuple[plan.Plan, sources.Source]:
+    """Resolve without loading a weight."""
+    source = sources.locate(request.model, request.revision, weights=False, say=narrator.say)
+    resolved = plan.resolve(recipe, arch.read(source.config()))
+    for notice in resolved.notices:
+        narrator.notice(notice)
+    return resolved, source
+
+
+def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) -> tuple[report.Report, Path]:
+    """The main job: plan, calibrate, scales, validate, evaluate, export, check, report.
+
+    Returns the report and the folder that was written: the checkpoint, or ``<output>.failed`` with the
+    records alone if a gate failed.
+    """
+    _quiet_libraries()
+    device = models.device_named(request.device)
+    resolved, source = make_plan(request, recipe, narrator)
+    destination = request.output or _default_output(source, resolved)
+    with bundle.staging(destination, overwrite=request.overwrite) as stage:
+        report.print_plan(narrator.console, report.plan_document(resolved, source.name))
+        clock = _Clock()
+        source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
+        bundle.base_weight_map(source.folder, set())
+        tokenizer = models.load_tokenizer(source.folder, request.trust)
+        text = _text(resolved, tokenizer, narrator)
+        held_out = _held_out_text(resolved, tokenizer, narrator)
+        model = _load(source.folder, resolved, device, request, narrator)
+        clock.lap("load")
+
+        with narrator.bar("calibrate", text.tokens) as on_tokens:
+            statistics = calibrate.calibrate(model, resolved, text, on_tokens=on_tokens)
+        clock.lap("calibrate")
+        found = scales.compute(statistics, resolved)
+        validation = _validate(model, resolved, found, held_out, narrator)
+        clock.lap("validate")
+        evaluation = _evaluate(model, resolved, found, held_out, narrator)
+        clock.lap("evaluate")
+
+        results = gates.apply(recipe.gates, evaluation.cache, validation)
+        with bundle.translated_os_errors(stage.destination):
+            base_config = source.config().get("quantization_config")
+            bundle.write(vllm.to_bundle(found, resolved, base_config), source.folder, stage.folder)
+            findings = check.check(stage.folder, recipe.engine)
+            clock.lap("export and check")
+            serve = vllm.serve_command(str(_shown(stage.destination)), resolved)
+            document = report.build(
+                resolved,
+                evaluation,
+                validation,
+                scales.summarize(statistics, found),
+                results,
+                findings,
+                serve,
+            )
+            statistics.save(stage.records / "statistics.safetensors")
+            found.save(stage.records / "scales.safetensors")
+            (stage.records / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+            bundle.write_json(stage.records / "plan.json", report.plan_document(resolved, source.name))
+            bundle.write_json(
+                stage.records / "manifest.json", _manifest(source, resolved, model, text, held_out, clock)
+            )
+            bundle.write_json(stage.records / "report.json", document)
+            markdown = report.markdown(document, resolved, source.name)
+            (stage.records / "report.md").write_text(markdown, encoding="utf-8")
+            if document["verdict"] == "fail":
+                return document, stage.commit_failure()
+            stage.commit()
+    return document, destination
+
+
+def run_check(
+    folder: Path, engine: str, *, live: bool, engine_python: str | None, narrator: Narrator
+) -> list[check.Finding]:
+    """Check the files, and with ``live`` what the real engine holds after loading them."""
+    return check.check(folder, engine)
+
+
+def run_validate(
+    folder: Path, request: Request, changes: dict[str, Any], narrator: Narrator
+) -> validate.Validation:
+    """Validate a written checkpoint again, on held-out text."""
+    model, resolved, found, tokenizer = _reopen(folder, request, changes, narrator)
+    held_out = _held_out_text(resolved, tokenizer, narrator)
+    return _validate(model, resolved, found, held_out, narrator)
+
+
+def run_evaluate(
+    folder: Path, request: Request, changes: dict[str, Any], narrator: Narrator
+) -> evaluate.Evaluation:
+    """Evaluate a written checkpoint again, on held-out text."""
+    model, resolved, found, tokenizer = _reopen(folder, request, changes, narrator)
+    held_out = _held_out_text(resolved, tokenizer, narrator)
+    return _evaluate(model, resolved, found, held_out, narrator)
+
+
+def _reopen(
+    folder: Path, request: Request, changes: dict[str, Any], narrator: Narrator
+) -> tuple[Any, plan.Plan, scales.Scales, Any]:
+    _quiet_libraries()
+    records = folder / bundle.RECORDS
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder")
+    if not (records / "recipe.yaml").is_file() or not (records / "scales.safetensors").is_file():
+        raise ModelError(f"{folder}: holds no kvcal records; it was not written by kvcal calibrate")
+    recipe = recipes.load(str(records / "recipe.yaml")).override(changes)
+    resolved = plan.resolve(recipe, arch.read(sources.read_config(folder)))
+    found = scales.Scales.load(records / "scales.safetensors")
+    if found.layers.keys() != {layer.index for layer in resolved.layers}:
+        raise ModelError(f"{folder}: its scales cover other layers than its config.json announces")
+    tokenizer = models.load_tokenizer(folder, request.trust)
+    model = _load(folder, resolved, models.device_named(request.device), request, narrator)
+    return model, resolved, found, tokenizer
+
+
+def _load(
+    folder: Path, resolved: plan.Plan, device: torch.device, request: Request, narrator: Narrator
+) -> Any:
+    model = models.load(folder, resolved.model, device, request.trust)
+    computes = str(model.dtype).removeprefix("torch.")
+    if computes != resolved.model.dtype:
+        narrator.say(f"computing in {computes} on {device}; the checkpoint stays {resolved.model.dtype}")
+    return model
+
+
+def _text(resolved: plan.Plan, tokenizer: Any, narrator: Narrator) -> data.TokenSet:
+    wanted = resolved.recipe.calibration
+    found = data.load(wanted, tokenizer, "calibration", resolved.seq_len, wanted.seed)
+    for notice in found.notices:
+        narrator.notice(notice)
+    return found
+
+
+def _held_out_text(resolved: plan.Plan, tokenizer: Any, narrator: Narrator) -> data.TokenSet:
+    wanted = resolved.recipe.evaluation
+    found = data.load(wanted, tokenizer, "evaluation", resolved.evaluation_seq_len, seed=0)
+    for notice in found.notices:
+        narrator.notice(notice)
+    return found
+
+
+def _validate(
+    model: Any, resolved: plan.Plan, found: scales.Scales, held_out: data.TokenSet, narrator: Narrator
+) -> validate.Validation:
+    few = data.TokenSet(held_out.samples[:VALIDATION_SAMPLES])
+    with narrator.bar("validate", few.tokens) as on_tokens:
+        return validate.validate(model, resolved, found, few, on_tokens=on_tokens)
+
+
+def _evaluate(
+    model: Any, resolved: plan.Plan, found: scales.Scales, held_out: data.TokenSet, narrator: Narrator
+) -> evaluate.Evaluation:
+    with narrator.bar("evaluate", held_out.tokens) as on_tokens:
+        return evaluate.evaluate(model, resolved, found, held_out, on_tokens=on_tokens)
+
+
+def _default_output(source: sources.Source, resolved: plan.Plan) -> Path:
+    name = "SmolLM2-135M-Instruct" if source.kind == "demo" else Path(source.name).stem or "model"
+    if source.kind in ("hub", "folder"):
+        name = Path(source.name).name
+    return Path(f"{name}-{resolved.format.name}-{resolved.granularity.name}")
+
+
+def _shown(path: Path) -> Path:
+    """Relative to the working folder where that is shorter."""
+    try:
+        return path.relative_to(Path.cwd())
+    except ValueError:
+        return path
+
+
+def _manifest(
+    source: sources.Source,
+    resolved: plan.Plan,
+    model: Any,
+    text: data.TokenSet,
+    held_out: data.TokenSet,
+    clock: _Clock,
+) -> dict[str, Any]:
+    return {
+        "kvcal": __version__,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": {"name": source.name, "kind": source.kind, "revision": source.revision},
+        "architecture": asdict(resolved.model) | {"layers": len(resolved.layers)},
+        "compute": {
+            "device": str(model.device),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "attention": model.config._attn_implementation,
+        },
+        "calibration": _text_record(text, resolved.recipe.calibration)
+        | {"seed": resolved.recipe.calibration.seed},
+        "evaluation": _text_record(held_out, resolved.recipe.evaluation),
+        "seconds": clock.laps,
+        "versions": _versions(),
+        "machine": _machine(),
+    }
+
+
+def _text_record(found: data.TokenSet, wanted: recipes.Text) -> dict[str, Any]:
+    return {
+        "dataset": wanted.dataset,
+        "samples": len(found.samples),
+        "tokens": found.tokens,
+        "sha256": found.content_hash,
+    }
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "transformers", "safetensors", "compressed-tensors", "datasets", "tokenizers", "triton")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "system": platform.platform(),
+        "cpu": names[0] if names else platform.processor(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+class _Clock:
+    """Seconds per step."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = round(now - self._last, 2)
+        self._last = now
+
+
+def _quiet_libraries() -> None:
+    """Their progress bars and advice would drown ours; errors still come as exceptions."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

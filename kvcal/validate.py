@@ -1,0 +1,136 @@
+"""Error of the quantized attention against full precision, on held-out Q, K and V of every layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcal import capture
+from kvcal.data import TokenSet
+from kvcal.kernels import dispatch, reference
+from kvcal.plan import Plan
+from kvcal.scales import Scales
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """Per query head of one layer.
+
+    Attributes:
+        cache: ``‖ô - o‖ / ‖o‖`` of the attention output with K and V quantized.
+        attention: the same with Q and P quantized too, as FlashAttention-3 does.
+        logit_snr_db: ``10 log10(Σ(q·k)² / Σ(q·k̂ - q·k)²)`` over visible pairs.
+    """
+
+    cache: list[float]
+    attention: list[float]
+    logit_snr_db: list[float]
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Errors per layer, and which implementation computed them."""
+
+    layers: dict[int, LayerError]
+    implementation: str
+    tokens: int
+
+    @property
+    def worst(self) -> tuple[int, float]:
+        """Layer with the largest error over its heads (K and V quantized), and that error."""
+        return max(((i, max(e.cache)) for i, e in self.layers.items()), key=lambda pair: pair[1])
+
+    @property
+    def mean(self) -> float:
+        """Mean relative error over layers and heads (K and V quantized)."""
+        each = [error for layer in self.layers.values() for error in layer.cache]
+        return sum(each) / len(each)
+
+
+@torch.inference_mode()
+def validate(
+    model: Any,
+    plan: Plan,
+    scales: Scales,
+    tokens: TokenSet,
+    *,
+    on_tokens: Callable[[int], None] = lambda _: None,
+) -> Validation:
+    """Run each sample alone through the model and compare attention layer by layer as it passes."""
+    backend = dispatch.choose(model.device)
+    scales = scales.to(model.device)
+    sums: dict[int, list[torch.Tensor]] = {}
+
+    def compare(call: capture.AttentionCall) -> None:
+        found = _squared_errors(call, scales, plan, backend)
+        before = sums.get(call.layer)
+        sums[call.layer] = found if before is None else [a + b for a, b in zip(before, found, strict=True)]
+
+    with capture.intercept(model, compare):
+        for batch in tokens.batches(1):
+            model.base_model(**batch.inputs(model.device), use_cache=False)
+            on_tokens(batch.tokens)
+    return Validation(
+        layers={index: _layer_error(total) for index, total in sorted(sums.items())},
+        implementation=backend.name,
+        tokens=tokens.tokens,
+    )
+
+
+def _squared_errors(
+    call: capture.AttentionCall, scales: Scales, plan: Plan, backend: dispatch.Backend
+) -> list[torch.Tensor]:
+    """Sums per query head: o², (ô - o)² of the cache, of the attention; (q·k)², (q·k̂ - q·k)²."""
+    of, fmt = scales.layers[call.layer], plan.format
+    k_codes = backend.quantize(call.key, of["k"], fmt)
+    v_codes = backend.quantize(call.value, of["v"], fmt)
+    geometry: dict[str, Any] = {"scaling": call.scaling, "window": call.window, "softcap": call.softcap}
+    exact = reference.attention(call.query.float(), call.key.float(), call.value.float(), **geometry)
+    common = {"k_scale": of["k"], "v_scale": of["v"], "fmt": fmt, **geometry}
+    cache = backend.quantized_attention(call.query, k_codes, v_codes, **common)
+    attention = backend.quantized_attention(
+        call.query, k_codes, v_codes, q_scale=of["q"], quantize_probabilities=True, **common
+    )
+    signal, noise = _logit_energy(call, reference.dequantize(k_codes, of["k"]))
+    return [
+        exact.double().square().sum((0, 2, 3)),
+        (cache - exact).double().square().sum((0, 2, 3)),
+        (attention - exact).double().square().sum((0, 2, 3)),
+        signal,
+        noise,
+    ]
+
+
+def _logit_energy(call: capture.AttentionCall, k_hat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Energy per query head of the visible logits and of their error."""
+    batch, heads, queries, head_dim = call.query.shape
+    kv_heads, keys = call.key.shape[1], call.key.shape[2]
+    grouped = call.query.float().reshape(batch, kv_heads, heads // kv_heads, queries, head_dim)
+    visible = reference.visible(queries, keys, call.window, call.query.device)
+
+    def energy(k: torch.Tensor) -> torch.Tensor:
+        logits = torch.matmul(grouped, k.float().unsqueeze(2).transpose(-1, -2))
+        return logits.square().masked_fill(~visible, 0.0).double().sum((0, 3, 4)).flatten()
+
+    return energy(call.key), energy(k_hat - call.key.float())
+
+
+def _layer_error(sums: list[torch.Tensor]) -> LayerError:
+    output, cache, attention, signal, noise = (total.tolist() for total in sums)
+    return LayerError(
+        cache=[_relative(e, o) for e, o in zip(cache, output, strict=True)],
+        attention=[_relative(e, o) for e, o in zip(attention, output, strict=True)],
+        logit_snr_db=[_decibel(s, n) for s, n in zip(signal, noise, strict=True)],
+    )
+
+
+def _relative(error: float, output: float) -> float:
+    return math.sqrt(error / output) if output else (0.0 if error == 0 else math.inf)
+
+
+def _decibel(signal: float, noise: float) -> float:
+    return 10 * math.log10(signal / noise) if signal and noise else math.inf

@@ -140,7 +140,8 @@ def calibrate(
         _print_json(document | {"folder": str(folder)})
     else:
         report.print_report(_console(), document)
-        _console().print(f"written to {folder}", highlight=False, soft_wrap=True)
+        if document["verdict"] == "pass":
+            _console().print(f"written to {folder}", highlight=False, soft_wrap=True)
     failed = [g["text"] for g in document["gates"] if not g["passed"]]
     if not document["engine"]["consumed"]:
         _fail(CheckFailed("; ".join(document["engine"]["reasons"]) + f"; records in {folder}"))

@@ -202,7 +202,7 @@ def _document(dataset: str, column: str, value: Any) -> Document:
 
 
 def _windows(documents: list[Document], tokenizer: Any, seq_len: int) -> Iterator[tuple[int, ...]]:
-    """Documents joined and cut; each window begins as a served prompt would, with BOS if there is one."""
+    """Documents joined and cut; each window begins as a served prompt does, with BOS if there is one."""
     bos = _bos(tokenizer)
     room = seq_len - len(bos)
     buffer: list[int] = []

@@ -1,0 +1,109 @@
+"""Tiny random models of each family, built in code: two or more layers, odd sizes, a byte-level tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+# Sizes that no two quantities share, so that a swapped dimension cannot pass unseen.
+_COMMON = {
+    "vocab_size": 263,
+    "hidden_size": 96,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 257,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 24},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2": {},
+    "qwen2_moe": _MOE | {"shared_expert_intermediate_size": 32},
+    "qwen3": {},
+    "qwen3_moe": _MOE,
+    "gemma2": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "attn_logit_softcapping": 5.0,
+        "query_pre_attn_scalar": 16,
+    },
+    "gemma3_text": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 16,
+    },
+    "phi3": {},
+    "olmo2": {},
+    "granite": {"attention_multiplier": 0.3},
+    "starcoder2": {"sliding_window": None},
+}
+
+
+def build_model(family: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
+    """A model with weights large enough that K, V and Q are far from zero and attention is not flat."""
+    settings = _COMMON | FAMILIES[family] | changes
+    config = CONFIG_MAPPING[family](**settings)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0.0, 0.1)
+            elif parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)
+    return model.eval()
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, BOS before every text, and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    wrapped.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    return wrapped
+
+
+def save(folder: Path, family: str = "llama", *, dtype: str = "bfloat16", **changes: Any) -> Path:
+    """A complete checkpoint folder."""
+    model = build_model(family, **changes).to(getattr(torch, dtype))
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change fields of ``config.json``; None removes one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config.update(changes)
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def text(documents: int = 40) -> str:
+    """Prose of no meaning but with structure, different in every paragraph."""
+    words = "cache head scale token layer value query window sink page block merge".split()
+    paragraphs = []
+    for index in range(documents):
+        sentence = " ".join(words[(index * 7 + step * step) % len(words)] for step in range(90))
+        paragraphs.append(f"Paragraph {index}. {sentence}.")
+    return "\n\n".join(paragraphs)

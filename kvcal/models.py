@@ -93,7 +93,7 @@ def load(folder: Path, spec: ModelSpec, device: torch.device, trust: Trust) -> A
     dtype = torch.float32 if device.type == "cpu" else getattr(torch, spec.dtype)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust.remote_code)
-        _drop_kv_scheme(config)
+        _as_base(config)
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -145,16 +145,15 @@ def _is_pickled(folder: Path) -> bool:
     return not safe and any((folder / name).exists() for name in _PICKLED)
 
 
-def _drop_kv_scheme(config: Any) -> None:
-    """Load a checkpoint that kvcal wrote as its base: the KV scheme is what is being measured."""
+def _as_base(config: Any) -> None:
+    """Leave out the KV scheme, which is what is being measured; dequantize weights that are stored packed."""
     section = getattr(config, "quantization_config", None)
-    if section is None:
+    if not isinstance(section, dict) or section.get("quant_method") != "compressed-tensors":
         return
-    scheme = section if isinstance(section, dict) else section.to_dict()
-    if not scheme.get("config_groups") and scheme.get("quant_method") == "compressed-tensors":
+    if section.get("config_groups"):
+        config.quantization_config = section | {"kv_cache_scheme": None, "dequantize": True}
+    else:
         del config.quantization_config
-    elif isinstance(section, dict):
-        section.pop("kv_cache_scheme", None)
 
 
 def _tensor_names(path: Path) -> set[str]:

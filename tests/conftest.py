@@ -23,9 +23,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
 
 import pytest
-from tests import tiny
 
 from kvcal.cli import main as kvcal_main
+from tests import tiny
 
 
 @pytest.fixture(scope="session")
@@ -84,9 +84,10 @@ def small() -> tuple[str, ...]:
 def exported(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A per-head checkpoint written by kvcal. Tests that change files copy it first."""
     output = tmp_path_factory.mktemp("exported") / "tiny"
-    command = [sys.executable, "-m", "kvcal", "calibrate", "--model", str(llama_folder), "--output", str(output)]
+    command = [sys.executable, "-m", "kvcal", "calibrate", "--model", str(llama_folder)]
+    command += ["--output", str(output)]
     command += ["--granularity", "per_head", "--samples", "4", "--evaluation-samples", "2", "--seq-len", "48"]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     return output
 
 

@@ -101,7 +101,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 def text(documents: int = 40) -> str:
     """Prose of no meaning but with structure, different in every paragraph."""
-    words = "cache head scale token layer value query window sink page block merge".split()
+    words = ["cache", "head", "scale", "token", "layer", "value", "query", "window", "sink", "page", "merge"]
     paragraphs = []
     for index in range(documents):
         sentence = " ".join(words[(index * 7 + step * step) % len(words)] for step in range(90))

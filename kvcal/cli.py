@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -38,6 +39,12 @@ recipes_app = typer.Typer(
     help="List, show and validate recipes.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(recipes_app, name="recipes")
+bench_app = typer.Typer(
+    help="Measure what kvcal itself costs, and how its choices compare.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(bench_app, name="bench")
 
 Model = Annotated[
     str, typer.Option(help="Hub id, local folder, .gguf file, or 'demo' (SmolLM2-135M-Instruct from PyPI).")
@@ -172,11 +179,10 @@ def plan(
 
     Example: kvcal plan --model demo --format fp8 --granularity per_head
     """
-    from kvcal import report, run
+    from kvcal import preflight, report
 
-    changes = _changes(ctx, _CALIBRATION_FIELDS)
-    request = _request(model, revision)
-    resolved, source = run.make_plan(request, _recipe(recipe, changes), _narrator())
+    wanted = _recipe(recipe, _changes(ctx, _CALIBRATION_FIELDS))
+    resolved, source = preflight.resolve(model, revision, wanted, _narrator())
     document = report.plan_document(resolved, source.name)
     if as_json:
         _print_json(document)
@@ -266,6 +272,48 @@ def evaluate(
         _print_json(document)
     else:
         report.print_fidelity(_console(), document["fidelity"], document["fidelity_fp8_attention"])
+
+
+@bench_app.command("capture")
+def bench_capture(
+    ctx: typer.Context,
+    model: Model = "demo",
+    samples: Samples = 4,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    pairs: Annotated[int, typer.Option(min=2, help="Paired runs per mode.")] = 10,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Time a forward pass with and without collecting statistics, in paired runs.
+
+    Example: kvcal bench capture --model demo --pairs 10
+    """
+    from kvcal import run
+
+    recipe = _recipe(None, _changes(ctx, _CALIBRATION_FIELDS))
+    _print_rows(run.run_bench_capture(_request(model, device=device), recipe, pairs, _narrator()), as_json)
+
+
+@bench_app.command("rules")
+def bench_rules(
+    ctx: typer.Context,
+    model: Model = "demo",
+    granularity: GranularityName = None,
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Compare scale rules: half of the calibration text sets the scales, the other half judges them.
+
+    Example: kvcal bench rules --model demo --granularity per_head
+    """
+    from kvcal import run
+
+    recipe = _recipe(None, _changes(ctx, _CALIBRATION_FIELDS))
+    _print_rows(run.run_bench_rules(_request(model, device=device), recipe, _narrator()), as_json)
 
 
 @recipes_app.command("list")
@@ -369,6 +417,15 @@ def _fail(error: KvcalError) -> NoReturn:
 
 def _print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _print_rows(rows: Sequence[Any], as_json: bool) -> None:
+    from kvcal import report
+
+    if as_json:
+        _print_json([vars(row) for row in rows])
+    else:
+        report.print_rows(_console(), rows)
 
 
 def _console() -> Console:

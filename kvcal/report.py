@@ -5,18 +5,20 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from kvcal.check import Finding
-from kvcal.evaluate import Evaluation
-from kvcal.gates import GateResult
 from kvcal.plan import Plan
 from kvcal.recipe import SIDES, Side
-from kvcal.scales import SideSummary
-from kvcal.validate import Validation
+
+if TYPE_CHECKING:  # rows are only read here; `kvcal plan` need not wait for torch
+    from kvcal.check import Finding
+    from kvcal.evaluate import Evaluation
+    from kvcal.gates import GateResult
+    from kvcal.scales import SideSummary
+    from kvcal.validate import Validation
 
 Report = dict[str, Any]
 
@@ -169,6 +171,16 @@ def print_validation(console: Console, validation: Validation) -> None:
             f"{sum(layer.attention) / len(layer.attention):.4f}",
             f"{min(layer.logit_snr_db):.1f}",
         )
+    console.print(table)
+
+
+def print_rows(console: Console, rows: Sequence[Any]) -> None:
+    """Rows of one dataclass as a table; its fields are the headings."""
+    table = Table()
+    for name in asdict(rows[0]):
+        table.add_column(name.replace("_", " "))
+    for row in rows:
+        table.add_row(*(f"{v:.4f}" if isinstance(v, float) else str(v) for v in asdict(row).values()))
     console.print(table)
 
 

@@ -16,6 +16,7 @@ import torch
 from kvcal import (
     __version__,
     arch,
+    bench,
     calibrate,
     check,
     data,
@@ -23,6 +24,7 @@ from kvcal import (
     gates,
     models,
     plan,
+    preflight,
     report,
     scales,
     sources,
@@ -48,17 +50,6 @@ class Request:
     trust: models.Trust = models.TRUST_NOTHING
 
 
-def make_plan(
-    request: Request, recipe: recipes.Recipe, narrator: Narrator
-) -> tuple[plan.Plan, sources.Source]:
-    """Resolve without loading a weight."""
-    source = sources.locate(request.model, request.revision, weights=False, say=narrator.say)
-    resolved = plan.resolve(recipe, arch.read(source.config()))
-    for notice in resolved.notices:
-        narrator.notice(notice)
-    return resolved, source
-
-
 def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) -> tuple[report.Report, Path]:
     """The main job: plan, calibrate, scales, validate, evaluate, export, check, report.
 
@@ -67,7 +58,7 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
     """
     _quiet_libraries()
     device = models.device_named(request.device)
-    resolved, source = make_plan(request, recipe, narrator)
+    resolved, source = preflight.resolve(request.model, request.revision, recipe, narrator)
     destination = request.output or _default_output(source, resolved)
     with bundle.staging(destination, overwrite=request.overwrite) as stage:
         report.print_plan(narrator.console, report.plan_document(resolved, source.name))
@@ -144,6 +135,33 @@ def run_evaluate(
     model, resolved, found, tokenizer = _reopen(folder, request, changes, narrator)
     held_out = _held_out_text(resolved, tokenizer, narrator)
     return _evaluate(model, resolved, found, held_out, narrator)
+
+
+def run_bench_capture(
+    request: Request, recipe: recipes.Recipe, pairs: int, narrator: Narrator
+) -> list[bench.Overhead]:
+    """What collecting statistics costs beside a plain forward pass."""
+    model, resolved, text = _open(request, recipe, narrator)
+    with narrator.bar("bench", text.tokens * pairs * 4) as on_tokens:
+        return bench.capture_overhead(model, resolved, text, pairs, on_tokens)
+
+
+def run_bench_rules(request: Request, recipe: recipes.Recipe, narrator: Narrator) -> list[bench.RuleRow]:
+    """How scale rules compare, on calibration text alone."""
+    model, resolved, text = _open(request, recipe, narrator)
+    with narrator.bar("bench", text.tokens // 2 * (1 + len(bench.RULES))) as on_tokens:
+        return bench.scale_rules(model, resolved, text, on_tokens)
+
+
+def _open(
+    request: Request, recipe: recipes.Recipe, narrator: Narrator
+) -> tuple[Any, plan.Plan, data.TokenSet]:
+    _quiet_libraries()
+    device = models.device_named(request.device)
+    resolved, _ = preflight.resolve(request.model, request.revision, recipe, narrator)
+    source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
+    text = _text(resolved, models.load_tokenizer(source.folder, request.trust), narrator)
+    return _load(source.folder, resolved, device, request, narrator), resolved, text
 
 
 def _reopen(

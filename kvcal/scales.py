@@ -57,11 +57,11 @@ class SideSummary:
     flags: list[str]
 
 
-def compute(statistics: Statistics, plan: Plan) -> Scales:
-    """Scales of every layer for K, V and Q, by the recipe's rule."""
+def compute(statistics: Statistics, plan: Plan, rule: ScaleRule | None = None) -> Scales:
+    """Scales of every layer for K, V and Q, by the recipe's rule or another one."""
     return Scales(
         {
-            index: {side: _scale(sides[side], plan) for side in SIDES}
+            index: {side: _scale(sides[side], plan, rule or plan.recipe.scale) for side in SIDES}
             for index, sides in statistics.layers.items()
         }
     )
@@ -88,10 +88,10 @@ def summarize(statistics: Statistics, scales: Scales) -> dict[int, dict[Side, Si
     }
 
 
-def _scale(seen: SideStatistics, plan: Plan) -> torch.Tensor:
+def _scale(seen: SideStatistics, plan: Plan, rule: ScaleRule) -> torch.Tensor:
     # (heads, head_dim) -> (1, heads, 1, head_dim), the layout of a cached token
     canonical = plan.granularity.to_canonical(seen.amax.cpu()[None, :, None, :])
-    return from_amax(canonical.amax((0, -1)), plan.format.max, plan.recipe.scale)
+    return from_amax(canonical.amax((0, -1)), plan.format.max, rule)
 
 
 def _summary(seen: SideStatistics, scale: torch.Tensor) -> SideSummary:

@@ -1,0 +1,120 @@
+"""Benchmarks behind figures and defaults of kvcal. Ratios come from paired runs on the same inputs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+from kvcal import calibrate, evaluate, scales
+from kvcal.data import TokenSet
+from kvcal.plan import Plan
+from kvcal.recipe import ScaleRule
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Time of a forward pass with collection over one without, per pair of runs.
+
+    ``low`` and ``high`` are the quartiles of the ratio.
+    """
+
+    mode: str
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+
+
+@dataclass(frozen=True)
+class RuleRow:
+    """One scale rule, judged on calibration text that did not set it."""
+
+    rule: str
+    headroom: float | None
+    kl_mean: float
+    kl_p99: float
+    top1_agreement: float
+
+
+# Rule and headroom; None is the fixed scale 1.0 of an uncalibrated engine.
+RULES: tuple[ScaleRule | None, ...] = (
+    None,
+    ScaleRule(rule="amax", headroom=1.0),
+    ScaleRule(rule="amax", headroom=1.25),
+    ScaleRule(rule="amax", headroom=2.0),
+    ScaleRule(rule="power_of_two", headroom=1.0),
+    ScaleRule(rule="power_of_two", headroom=1.25),
+)
+
+
+@torch.inference_mode()
+def capture_overhead(
+    model: Any, plan: Plan, tokens: TokenSet, pairs: int, on_tokens: Callable[[int], None]
+) -> list[Overhead]:
+    """Plain forward pass against extremes-only and full collection, alternating which goes first."""
+    device = model.device
+
+    def plain() -> None:
+        for batch in tokens.batches(plan.recipe.calibration.batch_size):
+            model.base_model(**batch.inputs(device), use_cache=False)
+
+    def collect(extremes_only: bool) -> Callable[[], object]:
+        return lambda: calibrate.calibrate(model, plan, tokens, extremes_only=extremes_only)
+
+    def seconds(run: Callable[[], object]) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        on_tokens(tokens.tokens)
+        return time.perf_counter() - start
+
+    rows = []
+    for mode, run in (("extremes only", collect(True)), ("full statistics", collect(False))):
+        plain()
+        run()
+        ratios = []
+        for pair in range(pairs):
+            if pair % 2:
+                with_collection, without = seconds(run), seconds(plain)
+            else:
+                without, with_collection = seconds(plain), seconds(run)
+            ratios.append(with_collection / without)
+        low, _, high = quantiles(ratios, n=4)
+        rows.append(Overhead(mode, median(ratios), low, high, pairs))
+    return rows
+
+
+def scale_rules(model: Any, plan: Plan, tokens: TokenSet, on_tokens: Callable[[int], None]) -> list[RuleRow]:
+    """Fidelity of each rule: one half of the calibration text sets scales, the other half judges them.
+
+    The evaluation text is not touched: a default must not be chosen on it.
+    """
+    half = len(tokens.samples) // 2
+    setting, judging = TokenSet(tokens.samples[:half]), TokenSet(tokens.samples[half:])
+    statistics = calibrate.calibrate(model, plan, setting, on_tokens=on_tokens)
+    rows = []
+    for rule in RULES:
+        found = scales.compute(statistics, plan, rule)
+        if rule is None:
+            found = scales.Scales(
+                {i: {s: torch.ones_like(t) for s, t in of.items()} for i, of in found.layers.items()}
+            )
+        fidelity = evaluate.evaluate(model, plan, found, judging, on_tokens=on_tokens).cache
+        rows.append(
+            RuleRow(
+                rule=rule.rule if rule else "scale 1.0",
+                headroom=rule.headroom if rule else None,
+                kl_mean=fidelity.kl_mean,
+                kl_p99=fidelity.kl_p99,
+                top1_agreement=fidelity.top1_agreement,
+            )
+        )
+    return rows

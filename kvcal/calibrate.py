@@ -8,13 +8,11 @@ from typing import Any
 import torch
 
 from kvcal import capture, models
-from kvcal.arch import LayerSpec
 from kvcal.data import TokenSet
 from kvcal.errors import ModelError, StatisticsError
-from kvcal.formats import KVFormat
 from kvcal.plan import Plan
 from kvcal.recipe import SIDES, Side
-from kvcal.statistics import SideStatistics, Statistics
+from kvcal.statistics import Collector, Statistics
 
 
 @torch.inference_mode()
@@ -34,44 +32,50 @@ def calibrate(
         StatisticsError: a layer was not observed, or holds NaN or infinity.
         ModelError: a layer's tensors have other shapes than ``config.json`` announced.
     """
-    layers = {layer.index: layer for layer in plan.layers}
-    fmt: KVFormat | None = None if extremes_only else plan.format
-    statistics = Statistics({index: _empty(layer, model.device) for index, layer in layers.items()})
+    shapes = _shapes(plan)
+    collector = Collector(shapes, None if extremes_only else plan.format, model.device)
     keep: torch.Tensor | None = None
 
     def observe(call: capture.AttentionCall) -> None:
         tensors: dict[Side, torch.Tensor] = {"k": call.key, "v": call.value, "q": call.query}
         for side in SIDES:
-            _require_shape(layers, call.layer, side, tensors[side])
-            statistics.layers[call.layer][side].update(tensors[side], keep, fmt)
+            _require_shape(shapes, call.layer, side, tensors[side])
+            collector.see(call.layer, side, tensors[side], keep)
 
     first = True
     with capture.intercept(model, observe):
         for batch in tokens.batches(plan.recipe.calibration.batch_size):
             keep = None if batch.keep is None else batch.keep.to(model.device)
             model.base_model(**batch.inputs(model.device), use_cache=False)
+            collector.end_batch()
             if first:  # a broken model should not cost a whole run
-                _require_sound(statistics, model)
+                _require_sound(collector.statistics(), model)
                 first = False
             on_tokens(batch.tokens)
+    statistics = collector.statistics()
     _require_sound(statistics, model)
     return statistics
 
 
-def _empty(layer: LayerSpec, device: torch.device) -> dict[Side, SideStatistics]:
-    heads = {"k": layer.kv_heads, "v": layer.kv_heads, "q": layer.heads}
-    return {side: SideStatistics.empty(heads[side], layer.head_dim, device) for side in SIDES}
+def _shapes(plan: Plan) -> dict[tuple[int, Side], tuple[int, int]]:
+    """``(heads, head_dim)`` of every layer and side."""
+    return {
+        (layer.index, side): (layer.heads if side == "q" else layer.kv_heads, layer.head_dim)
+        for layer in plan.layers
+        for side in SIDES
+    }
 
 
-def _require_shape(layers: dict[int, LayerSpec], index: int, side: Side, x: torch.Tensor) -> None:
-    layer = layers.get(index)
-    if layer is None:
+def _require_shape(
+    shapes: dict[tuple[int, Side], tuple[int, int]], index: int, side: Side, x: torch.Tensor
+) -> None:
+    announced = shapes.get((index, side))
+    if announced is None:
         raise ModelError(f"the model runs an attention layer {index} that config.json does not announce")
-    heads = layer.heads if side == "q" else layer.kv_heads
-    if (x.shape[1], x.shape[3]) != (heads, layer.head_dim):
+    if (x.shape[1], x.shape[3]) != announced:
         raise ModelError(
             f"layer {index}: {side.upper()} has {x.shape[1]} heads of size {x.shape[3]},"
-            f" config.json announces {heads} of {layer.head_dim}"
+            f" config.json announces {announced[0]} of {announced[1]}"
         )
 
 

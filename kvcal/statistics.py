@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ class SideStatistics:
     """What was seen of one side of one layer.
 
     Attributes:
-        tokens: number of tokens observed, int64 scalar.
+        tokens: number of tokens observed, int64 scalar on the CPU.
         minimum: ``(heads, head_dim)`` float32.
         maximum: ``(heads, head_dim)`` float32.
         total: sum of x, ``(heads, head_dim)`` float64.
@@ -49,7 +50,7 @@ class SideStatistics:
         """Statistics of no token at all: the neutral element of :meth:`merge`."""
         shape = (heads, head_dim)
         return cls(
-            tokens=torch.zeros((), dtype=torch.int64, device=device),
+            tokens=torch.zeros((), dtype=torch.int64),
             minimum=torch.full(shape, float("inf"), device=device),
             maximum=torch.full(shape, float("-inf"), device=device),
             total=torch.zeros(shape, dtype=torch.float64, device=device),
@@ -66,31 +67,7 @@ class SideStatistics:
     @property
     def rms(self) -> torch.Tensor:
         """Root mean square per head, ``(heads,)`` float64."""
-        return (self.squares.mean(-1) / self.tokens).sqrt()
-
-    def update(self, x: torch.Tensor, keep: torch.Tensor | None, fmt: KVFormat | None) -> None:
-        """Add a batch.
-
-        Args:
-            x: ``(batch, heads, tokens, head_dim)``, any float dtype.
-            keep: ``(batch, tokens)`` bool, False on padding; None where nothing is padded.
-            fmt: the format whose range is counted against; None collects extremes only.
-        """
-        if keep is not None:
-            # (kept, heads, head_dim) -> (1, heads, kept, head_dim)
-            x = x.transpose(1, 2)[keep].transpose(0, 1).unsqueeze(0)
-        self.tokens += x.shape[0] * x.shape[2]
-        if x.shape[0] * x.shape[2] == 0:
-            return
-        self.minimum = torch.minimum(self.minimum, x.amin((0, 2)).float())
-        self.maximum = torch.maximum(self.maximum, x.amax((0, 2)).float())
-        if fmt is None:
-            return
-        self.total += x.sum((0, 2), dtype=torch.float64)
-        self.squares += x.float().square().sum((0, 2), dtype=torch.float64)
-        magnitude = x.abs()
-        self.saturated += (magnitude > fmt.max).sum((0, 2, 3))
-        self.zeroed += ((magnitude <= fmt.rounds_to_zero) & (magnitude > 0)).sum((0, 2, 3))
+        return (self.squares.mean(-1) / int(self.tokens)).sqrt()
 
     def merge(self, other: SideStatistics) -> SideStatistics:
         """Statistics of both sets of tokens together; associative and commutative, extremes exactly."""
@@ -167,6 +144,81 @@ class Statistics:
                 for i, sides in sorted(layers.items())
             }
         )
+
+
+class Collector:
+    """Gathers statistics batch by batch.
+
+    Extremes of all layers live in one flat tensor: one reduction per tensor seen and one merge per batch,
+    where a merge per layer and side would cost as many kernel launches as the layer itself.
+    """
+
+    def __init__(
+        self, shapes: Mapping[tuple[int, Side], tuple[int, int]], fmt: KVFormat | None, device: torch.device
+    ):
+        """``shapes`` maps layer and side to ``(heads, head_dim)``; without ``fmt`` only extremes are kept."""
+        self._fmt = fmt
+        self._sides = {key: SideStatistics.empty(*shape, device) for key, shape in shapes.items()}
+        elements = sum(heads * head_dim for heads, head_dim in shapes.values())
+        self._low = torch.full((elements,), float("inf"), device=device)
+        self._high = torch.full((elements,), float("-inf"), device=device)
+        self._batch: dict[tuple[int, Side], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def see(self, layer: int, side: Side, x: torch.Tensor, keep: torch.Tensor | None) -> None:
+        """Take in one tensor of the current batch.
+
+        Args:
+            layer: index of the layer.
+            side: k, v or q.
+            x: ``(batch, heads, tokens, head_dim)``, any float dtype.
+            keep: ``(batch, tokens)`` bool, False on padding; None where nothing is padded.
+        """
+        if keep is not None:
+            # (kept, heads, head_dim) -> (1, heads, kept, head_dim)
+            x = x.transpose(1, 2)[keep].transpose(0, 1).unsqueeze(0)
+        tokens = x.shape[0] * x.shape[2]
+        if tokens == 0:
+            return
+        self._batch[layer, side] = torch.aminmax(x, dim=2)  # (batch, heads, head_dim) each
+        seen = self._sides[layer, side]
+        seen.tokens += tokens
+        if self._fmt is None:
+            return
+        seen.total += x.sum((0, 2), dtype=torch.float64)
+        seen.squares += x.float().square().sum((0, 2), dtype=torch.float64)
+        magnitude = x.abs()
+        seen.saturated += (magnitude > self._fmt.max).sum((0, 2, 3))
+        seen.zeroed += ((magnitude <= self._fmt.rounds_to_zero) & (magnitude > 0)).sum((0, 2, 3))
+
+    def end_batch(self) -> None:
+        """Merge the extremes of the tensors seen since the last call."""
+        if not self._batch:
+            return
+        rows = next(iter(self._batch.values()))[0].shape[0]
+        lows, highs = [], []
+        for key, side in self._sides.items():
+            # A layer that this batch did not reach adds the neutral element.
+            unseen = side.minimum.expand(rows, -1, -1), side.maximum.expand(rows, -1, -1)
+            low, high = self._batch.get(key, unseen)
+            lows.append(low.flatten(1))
+            highs.append(high.flatten(1))
+        self._low = torch.minimum(self._low, torch.cat(lows, 1).amin(0).float())
+        self._high = torch.maximum(self._high, torch.cat(highs, 1).amax(0).float())
+        self._batch = {}
+
+    def statistics(self) -> Statistics:
+        """What was gathered up to the last :meth:`end_batch`."""
+        layers: dict[int, dict[Side, SideStatistics]] = {}
+        start = 0
+        for (layer, side), seen in self._sides.items():
+            stop = start + seen.minimum.numel()
+            layers.setdefault(layer, {})[side] = dataclasses.replace(
+                seen,
+                minimum=self._low[start:stop].view_as(seen.minimum),
+                maximum=self._high[start:stop].view_as(seen.maximum),
+            )
+            start = stop
+        return Statistics(layers)
 
 
 def _require_sound(index: int, side: Side, seen: SideStatistics) -> None:

@@ -12,17 +12,18 @@ from hypothesis import strategies as st
 from kvcal.errors import StatisticsError
 from kvcal.formats import FP8_E4M3
 from kvcal.recipe import SIDES
-from kvcal.statistics import SideStatistics, Statistics
+from kvcal.statistics import Collector, SideStatistics, Statistics
 
 CPU = torch.device("cpu")
 
 
 def gather(batches: list[tuple[torch.Tensor, torch.Tensor | None]]) -> SideStatistics:
     heads, head_dim = batches[0][0].shape[1], batches[0][0].shape[3]
-    seen = SideStatistics.empty(heads, head_dim, CPU)
+    collector = Collector({(0, "k"): (heads, head_dim), (1, "k"): (2, 3)}, FP8_E4M3, CPU)
     for x, keep in batches:
-        seen.update(x, keep, FP8_E4M3)
-    return seen
+        collector.see(0, "k", x, keep)
+        collector.end_batch()
+    return collector.statistics().layers[0]["k"]
 
 
 def assert_describes(seen: SideStatistics, rows: torch.Tensor) -> None:

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from tests import tiny
 from transformers import DynamicCache
 
 from kvcal import arch, calibrate, plan, recipe, scales
@@ -15,6 +14,7 @@ from kvcal.data import Batch, TokenSet
 from kvcal.errors import ModelError, StatisticsError
 from kvcal.recipe import SIDES
 from kvcal.statistics import Statistics
+from tests import tiny
 
 
 def plan_for(model: Any, **fields: Any) -> plan.Plan:

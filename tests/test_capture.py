@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests import tiny
 from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcal import capture
+from tests import tiny
 
 IDS = torch.arange(2 * 37).reshape(2, 37) % 250
 

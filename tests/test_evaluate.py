@@ -9,14 +9,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from tests import tiny
-from tests.test_calibrate import plan_for, run, token_set
 from transformers import DynamicCache
 
 from kvcal import evaluate, scales
 from kvcal.data import TokenSet
 from kvcal.errors import ModelError
 from kvcal.plan import Plan
+from tests import tiny
+from tests.test_calibrate import plan_for, run, token_set
 
 
 class QuantizedCache(DynamicCache):

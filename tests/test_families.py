@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from tests import tiny
 
 from kvcal import arch
+from tests import tiny
 
 
 def test_the_table_of_families_is_the_tested_one() -> None:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests import tiny
-from tests.test_calibrate import plan_for, run, token_set
 
 from kvcal import scales
 from kvcal.recipe import SIDES, ScaleRule
 from kvcal.statistics import Statistics
+from tests import tiny
+from tests.test_calibrate import plan_for, run, token_set
 
 MAX = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
 POSITIVE = st.floats(2.0**-140, 2.0**120, width=32, allow_subnormal=True)

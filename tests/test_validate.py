@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests import tiny
-from tests.test_calibrate import plan_for, run, token_set
-from tests.test_evaluate import through_e4m3
 from transformers import DynamicCache
 
 from kvcal import capture, scales, validate
 from kvcal.data import TokenSet
 from kvcal.kernels import dispatch, reference
 from kvcal.plan import Plan
+from tests import tiny
+from tests.test_calibrate import plan_for, run, token_set
+from tests.test_evaluate import through_e4m3
 
 
 def prepared(family: str, tokens: TokenSet) -> tuple[Any, Plan, scales.Scales]:

@@ -25,7 +25,8 @@ from kvcal.recipe import SIDES, Side
 
 # Anything that an engine's name mapper could take for a scale of K, V or Q.
 _SCALE_LIKE = re.compile(
-    r"(?:\b|_)(?:[kvq]|kv|prob)_(?:scale|zero_point|bias_value)$|[kvq]_cache\.scale$|output_scale$"
+    r"(?:\b|_)(?:[kvq]|kv|prob)_(?:scale|zero_point|bias_value)$|[kvq]_cache\.scale$|output_scale$",
+    re.IGNORECASE,
 )
 
 
@@ -66,10 +67,10 @@ def check(folder: Path, engine_name: str) -> list[Finding]:
     return findings
 
 
-def scales_of(folder: Path) -> tuple[ModelSpec, dict[int, dict[Side, list[float]]]]:
+def scales_of(folder: Path, engine_name: str) -> tuple[ModelSpec, dict[int, dict[Side, list[float]]]]:
     """The scales as written, for comparison with what an engine holds."""
     checkpoint = _read(folder)
-    engine = engines.VLLM
+    engine = engines.get(engine_name)
     return checkpoint.model, {
         layer.index: {
             side: [float(x) for x in checkpoint.scales[_name(layer, side, engine)].flatten()]
@@ -169,8 +170,12 @@ def _present(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
 
 
 def _known_names(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
-    expected = {_name(layer, side, engine) for layer in checkpoint.model.layers for side in SIDES}
-    for name in sorted(checkpoint.scales.keys() - expected):
+    layers = checkpoint.model.layers
+    expected = {_name(layer, side, engine) for layer in layers for side in SIDES}
+    # Nothing else lies directly in an attention module, so whatever does is a scale with a slip in its name.
+    modules = {layer.module for layer in layers}
+    inside = {n for names in checkpoint.files.values() for n in names if n.rpartition(".")[0] in modules}
+    for name in sorted((checkpoint.scales.keys() | inside) - expected):
         yield f"{name} is no name that this model loads scales from; expected is {sorted(expected)[0]}"
 
 
@@ -189,6 +194,8 @@ def _shapes(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
 
 def _values(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
     for _, _, name, scale in _scales(checkpoint, engine):
+        if scale.dtype != torch.float32:
+            continue  # a fault of its own, and not every dtype can be compared
         if bool(scale.isnan().any()):
             yield f"{name} holds NaN"
         elif not bool(scale.isfinite().all()):

@@ -188,8 +188,10 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
     for finding in findings:
         mark, style = ("ok  ", "green") if finding.ok else ("FAIL", "bold red")
         console.print(f"[{style}]{mark}[/] {finding.rule}", highlight=False)
-        if not finding.ok:
-            console.print(f"     {finding.message}", markup=False, highlight=False)
+        if finding.message:
+            console.print(
+                f"     {finding.message}", style="dim" if finding.ok else "", markup=False, highlight=False
+            )
 
 
 def markdown(report: Report, plan: Plan, source_name: str) -> str:

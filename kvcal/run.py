@@ -19,6 +19,7 @@ from kvcal import (
     bench,
     calibrate,
     check,
+    check_live,
     data,
     evaluate,
     gates,
@@ -36,6 +37,12 @@ from kvcal.export import bundle, vllm
 from kvcal.progress import Narrator
 
 VALIDATION_SAMPLES = 2
+LIVE_PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):",
+    "Water boils at a temperature of",
+)
+LIVE_NEW_TOKENS = 24
 
 
 @dataclass(frozen=True)
@@ -115,8 +122,47 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
 def run_check(
     folder: Path, engine: str, *, live: bool, engine_python: str | None, narrator: Narrator
 ) -> list[check.Finding]:
-    """Check the files, and with ``live`` what the real engine holds after loading them."""
-    return check.check(folder, engine)
+    """Check the files, and with ``live`` also what the real engine holds after loading them."""
+    python = check_live.engine_python(engine_python) if live else None
+    findings = check.check(folder, engine)
+    if python is None:
+        return findings
+    if not all(f.ok for f in findings):
+        narrator.notice("the files are broken already; the engine was not started")
+        return findings
+    _quiet_libraries()
+    model, written = check.scales_of(folder, engine)
+    narrator.say("starting the engine; this takes about a minute")
+    result = check_live.check_live(
+        folder,
+        written,
+        {layer.index: layer.module for layer in model.layers},
+        python,
+        LIVE_PROMPTS,
+        LIVE_NEW_TOKENS,
+    )
+    return findings + _live_findings(result)
+
+
+def _live_findings(result: check_live.LiveResult) -> list[check.Finding]:
+    scale_problems = [f"layer {f.layer} {f.side}_scale: {f.problem}" for f in result.scales if f.problem]
+    text_problems = [f"prompt {i}: {t.problem}" for i, t in enumerate(result.texts, 1) if t.problem]
+    others = [p for p in result.problems if p not in scale_problems and p not in text_problems]
+    over_fp8 = "and over an FP8 cache" if result.fp8.done else f"no FP8 cache here: {result.fp8.why_not}"
+    rules = (
+        (
+            f"{result.engine} holds the written scales",
+            scale_problems,
+            f"{len(result.scales)} compared, bit-equal",
+        ),
+        (
+            f"{result.engine} continues text as transformers does",
+            text_problems,
+            f"{len(result.texts)} prompts over a {result.cache_dtype} cache; {over_fp8}",
+        ),
+        (f"{result.engine} serves the quantized cache by default", others, str(result.default_cache_dtype)),
+    )
+    return [check.Finding(rule, not faults, "; ".join(faults) or note) for rule, faults, note in rules]
 
 
 def run_validate(

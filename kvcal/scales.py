@@ -90,7 +90,7 @@ def summarize(statistics: Statistics, scales: Scales) -> dict[int, dict[Side, Si
 
 def _scale(seen: SideStatistics, plan: Plan, rule: ScaleRule) -> torch.Tensor:
     # (heads, head_dim) -> (1, heads, 1, head_dim), the layout of a cached token
-    canonical = plan.granularity.to_canonical(seen.amax.cpu()[None, :, None, :])
+    canonical = plan.granularity.to_canonical(seen.amax[None, :, None, :])
     return from_amax(canonical.amax((0, -1)), plan.format.max, rule)
 
 

@@ -7,6 +7,7 @@ are exact; sums are float64. Padding is left out by the caller's mask.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,10 +26,10 @@ _FILE_VERSION = "1"
 
 @dataclass
 class SideStatistics:
-    """What was seen of one side of one layer.
+    """What was seen of one side of one layer. All tensors are on the CPU.
 
     Attributes:
-        tokens: number of tokens observed, int64 scalar on the CPU.
+        tokens: number of tokens observed, int64 scalar.
         minimum: ``(heads, head_dim)`` float32.
         maximum: ``(heads, head_dim)`` float32.
         total: sum of x, ``(heads, head_dim)`` float64.
@@ -44,20 +45,6 @@ class SideStatistics:
     squares: torch.Tensor
     saturated: torch.Tensor
     zeroed: torch.Tensor
-
-    @classmethod
-    def empty(cls, heads: int, head_dim: int, device: torch.device) -> SideStatistics:
-        """Statistics of no token at all: the neutral element of :meth:`merge`."""
-        shape = (heads, head_dim)
-        return cls(
-            tokens=torch.zeros((), dtype=torch.int64),
-            minimum=torch.full(shape, float("inf"), device=device),
-            maximum=torch.full(shape, float("-inf"), device=device),
-            total=torch.zeros(shape, dtype=torch.float64, device=device),
-            squares=torch.zeros(shape, dtype=torch.float64, device=device),
-            saturated=torch.zeros(heads, dtype=torch.int64, device=device),
-            zeroed=torch.zeros(heads, dtype=torch.int64, device=device),
-        )
 
     @property
     def amax(self) -> torch.Tensor:
@@ -80,9 +67,6 @@ class SideStatistics:
             saturated=self.saturated + other.saturated,
             zeroed=self.zeroed + other.zeroed,
         )
-
-    def cpu(self) -> SideStatistics:
-        return SideStatistics(**{name: tensor.cpu() for name, tensor in self.tensors().items()})
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -121,7 +105,7 @@ class Statistics:
             f"layers.{index}.{side}.{name}": tensor.contiguous()
             for index, sides in self.layers.items()
             for side in SIDES
-            for name, tensor in sides[side].cpu().tensors().items()
+            for name, tensor in sides[side].tensors().items()
         }
         save_file(tensors, path, metadata={"kvcal_statistics": _FILE_VERSION})
 
@@ -149,8 +133,8 @@ class Statistics:
 class Collector:
     """Gathers statistics batch by batch.
 
-    Extremes of all layers live in one flat tensor: one reduction per tensor seen and one merge per batch,
-    where a merge per layer and side would cost as many kernel launches as the layer itself.
+    All layers live in a few flat tensors: extremes cost one reduction per tensor seen and one merge per
+    batch, where a merge per layer and side would cost as many kernel launches as the layer itself.
     """
 
     def __init__(
@@ -158,10 +142,18 @@ class Collector:
     ):
         """``shapes`` maps layer and side to ``(heads, head_dim)``; without ``fmt`` only extremes are kept."""
         self._fmt = fmt
-        self._sides = {key: SideStatistics.empty(*shape, device) for key, shape in shapes.items()}
-        elements = sum(heads * head_dim for heads, head_dim in shapes.values())
-        self._low = torch.full((elements,), float("inf"), device=device)
-        self._high = torch.full((elements,), float("-inf"), device=device)
+        self._shapes = dict(shapes)
+        self._channels = _slices({key: heads * head_dim for key, (heads, head_dim) in shapes.items()})
+        self._heads = _slices({key: heads for key, (heads, _) in shapes.items()})
+        channels = sum(heads * head_dim for heads, head_dim in shapes.values())
+        heads = sum(heads for heads, _ in shapes.values())
+        self._low = torch.full((channels,), float("inf"), device=device)
+        self._high = torch.full((channels,), float("-inf"), device=device)
+        self._total = torch.zeros(channels, dtype=torch.float64, device=device)
+        self._squares = torch.zeros(channels, dtype=torch.float64, device=device)
+        self._saturated = torch.zeros(heads, dtype=torch.int64, device=device)
+        self._zeroed = torch.zeros(heads, dtype=torch.int64, device=device)
+        self._tokens = dict.fromkeys(shapes, 0)
         self._batch: dict[tuple[int, Side], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def see(self, layer: int, side: Side, x: torch.Tensor, keep: torch.Tensor | None) -> None:
@@ -179,16 +171,17 @@ class Collector:
         tokens = x.shape[0] * x.shape[2]
         if tokens == 0:
             return
-        self._batch[layer, side] = torch.aminmax(x, dim=2)  # (batch, heads, head_dim) each
-        seen = self._sides[layer, side]
-        seen.tokens += tokens
+        key = (layer, side)
+        self._tokens[key] += tokens
+        self._batch[key] = torch.aminmax(x, dim=2)  # (batch, heads, head_dim) each
         if self._fmt is None:
             return
-        seen.total += x.sum((0, 2), dtype=torch.float64)
-        seen.squares += x.float().square().sum((0, 2), dtype=torch.float64)
+        channels, heads = self._channels[key], self._heads[key]
+        self._total[channels] += x.sum((0, 2), dtype=torch.float64).flatten()
+        self._squares[channels] += x.float().square().sum((0, 2), dtype=torch.float64).flatten()
         magnitude = x.abs()
-        seen.saturated += (magnitude > self._fmt.max).sum((0, 2, 3))
-        seen.zeroed += ((magnitude <= self._fmt.rounds_to_zero) & (magnitude > 0)).sum((0, 2, 3))
+        self._saturated[heads] += (magnitude > self._fmt.max).sum((0, 2, 3))
+        self._zeroed[heads] += ((magnitude <= self._fmt.rounds_to_zero) & (magnitude > 0)).sum((0, 2, 3))
 
     def end_batch(self) -> None:
         """Merge the extremes of the tensors seen since the last call."""
@@ -196,9 +189,9 @@ class Collector:
             return
         rows = next(iter(self._batch.values()))[0].shape[0]
         lows, highs = [], []
-        for key, side in self._sides.items():
-            # A layer that this batch did not reach adds the neutral element.
-            unseen = side.minimum.expand(rows, -1, -1), side.maximum.expand(rows, -1, -1)
+        for key, channels in self._channels.items():
+            # A layer that this batch did not reach adds what is known of it already.
+            unseen = self._low[channels].expand(rows, -1), self._high[channels].expand(rows, -1)
             low, high = self._batch.get(key, unseen)
             lows.append(low.flatten(1))
             highs.append(high.flatten(1))
@@ -207,18 +200,29 @@ class Collector:
         self._batch = {}
 
     def statistics(self) -> Statistics:
-        """What was gathered up to the last :meth:`end_batch`."""
+        """What was gathered up to the last :meth:`end_batch`, on the CPU."""
+        flat = [self._low, self._high, self._total, self._squares, self._saturated, self._zeroed]
+        low, high, total, squares, saturated, zeroed = (tensor.cpu() for tensor in flat)
         layers: dict[int, dict[Side, SideStatistics]] = {}
-        start = 0
-        for (layer, side), seen in self._sides.items():
-            stop = start + seen.minimum.numel()
-            layers.setdefault(layer, {})[side] = dataclasses.replace(
-                seen,
-                minimum=self._low[start:stop].view_as(seen.minimum),
-                maximum=self._high[start:stop].view_as(seen.maximum),
+        for key, shape in self._shapes.items():
+            layer, side = key
+            channels, heads = self._channels[key], self._heads[key]
+            layers.setdefault(layer, {})[side] = SideStatistics(
+                tokens=torch.tensor(self._tokens[key]),
+                minimum=low[channels].view(shape),
+                maximum=high[channels].view(shape),
+                total=total[channels].view(shape),
+                squares=squares[channels].view(shape),
+                saturated=saturated[heads],
+                zeroed=zeroed[heads],
             )
-            start = stop
         return Statistics(layers)
+
+
+def _slices(lengths: Mapping[tuple[int, Side], int]) -> dict[tuple[int, Side], slice]:
+    """Where each key's elements lie when all are laid one after another."""
+    stops = list(itertools.accumulate(lengths.values()))
+    return {key: slice(stop - lengths[key], stop) for key, stop in zip(lengths, stops, strict=True)}
 
 
 def _require_sound(index: int, side: Side, seen: SideStatistics) -> None:

@@ -6,8 +6,9 @@ checks later that the tensors it sees have the shapes announced here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvcal.errors import ModelError, PlanRefused
@@ -21,31 +22,36 @@ _LAYER_KINDS: dict[str, LayerKind] = {"full_attention": "full", "sliding_attenti
 class Family:
     """What holds for every model of one ``model_type``.
 
-    ``attention_module`` is the module path of a layer's attention block; ``default_head_dim`` applies
-    where the config class has a default that is not ``hidden_size / num_attention_heads``.
+    ``attention_module`` is the module path of a layer's attention block; ``defaults`` are what
+    transformers takes for fields that a config may leave out.
     """
 
     model_type: str
     attention_module: str = "model.layers.{index}.self_attn"
-    default_head_dim: int | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+# Qwen: a window that is only used on request, and then from one layer on.
+_OPTIONAL_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+_GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 
 
 FAMILIES: dict[str, Family] = {
     f.model_type: f
     for f in (
         Family("llama"),
-        Family("mistral"),
-        Family("mixtral"),
-        Family("qwen2"),
-        Family("qwen2_moe"),
-        Family("qwen3", default_head_dim=128),
-        Family("qwen3_moe"),
-        Family("gemma2", default_head_dim=256),
-        Family("gemma3_text", default_head_dim=256),
+        Family("mistral", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+        Family("mixtral", defaults={"num_key_value_heads": 8}),
+        Family("qwen2", defaults={"num_key_value_heads": 32} | _OPTIONAL_WINDOW),
+        Family("qwen2_moe", defaults={"num_key_value_heads": 16, "use_sliding_window": False}),
+        Family("qwen3", defaults={"num_key_value_heads": 32, "head_dim": 128} | _OPTIONAL_WINDOW),
+        Family("qwen3_moe", defaults={"num_key_value_heads": 4, "use_sliding_window": False}),
+        Family("gemma2", defaults=_GEMMA | {"sliding_window_pattern": 2, "attn_logit_softcapping": 50.0}),
+        Family("gemma3_text", defaults=_GEMMA | {"sliding_window_pattern": 6}),
         Family("phi3"),
         Family("olmo2"),
         Family("granite"),
-        Family("starcoder2"),
+        Family("starcoder2", defaults={"num_key_value_heads": 2}),
     )
 }
 
@@ -111,6 +117,7 @@ def read(config: Mapping[str, Any]) -> ModelSpec:
         why = _REFUSED_FAMILIES.get(model_type, "is not a family kvcal knows")
         raise PlanRefused([f"model_type {model_type!r} {why}; handled: {', '.join(sorted(FAMILIES))}"])
 
+    config = {**family.defaults, **config}
     hidden_size = _positive_int(config, "hidden_size")
     layer_count = _positive_int(config, "num_hidden_layers")
     heads = _positive_int(config, "num_attention_heads")
@@ -119,9 +126,12 @@ def read(config: Mapping[str, Any]) -> ModelSpec:
         kv_heads = _positive_int(config, "num_key_value_heads")
     if heads % kv_heads:
         raise ModelError(f"config.json: {heads} attention heads do not divide into {kv_heads} KV heads")
-    head_dim = family.default_head_dim or hidden_size // heads
     if config.get("head_dim") is not None:
         head_dim = _positive_int(config, "head_dim")
+    elif hidden_size % heads:
+        raise ModelError(f"config.json: hidden_size {hidden_size} does not divide into {heads} heads")
+    else:
+        head_dim = hidden_size // heads
 
     kinds = _layer_kinds(config, layer_count)
     return ModelSpec(
@@ -159,7 +169,7 @@ def _optional_float(config: Mapping[str, Any], key: str) -> float | None:
     value = config.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ModelError(f"config.json: {key} must be a positive number, found {value!r}")
     return float(value)
 
@@ -179,14 +189,24 @@ def _dtype(config: Mapping[str, Any]) -> str:
 def _layer_kinds(config: Mapping[str, Any], layer_count: int) -> list[LayerKind]:
     names = config.get("layer_types")
     if names is None:
-        sliding = _sliding_window(config) is not None and config.get("use_sliding_window", True)
-        return ["sliding" if sliding else "full"] * layer_count
+        return [_kind_of_unlisted(config, index) for index in range(layer_count)]
     if not isinstance(names, list) or len(names) != layer_count:
         raise ModelError(f"config.json: layer_types must list {layer_count} layers, found {names!r}")
     unknown = sorted({str(n) for n in names} - set(_LAYER_KINDS))
     if unknown:
         raise PlanRefused([f"layers of kind {', '.join(unknown)} keep no plain KV cache; not handled yet"])
     return [_LAYER_KINDS[n] for n in names]
+
+
+def _kind_of_unlisted(config: Mapping[str, Any], index: int) -> LayerKind:
+    """Kind of a layer where the config, of an earlier transformers, does not list them."""
+    if _sliding_window(config) is None:
+        return "full"
+    if config.get("sliding_window_pattern") is not None:
+        return "sliding" if (index + 1) % _positive_int(config, "sliding_window_pattern") else "full"
+    if config.get("max_window_layers"):
+        return "sliding" if index >= _positive_int(config, "max_window_layers") else "full"
+    return "sliding"
 
 
 def _sliding_window(config: Mapping[str, Any]) -> int | None:

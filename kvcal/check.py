@@ -7,6 +7,7 @@ vLLM's compressed-tensors loader accepts zero, NaN, missing and over-long scales
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def scales_of(folder: Path, engine_name: str) -> tuple[ModelSpec, dict[int, dict
 
 
 def _read(folder: Path) -> Checkpoint:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UsageError(f"{folder}: no such folder")
     config = sources.read_config(folder)
     model = arch.read(config)

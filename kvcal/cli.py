@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import click
 import typer
 
 from kvcal import __version__
@@ -30,18 +31,14 @@ app = typer.Typer(
     name="kvcal",
     help="Calibrate the quantized KV cache of a language model and write a checkpoint that engines load.",
     epilog="Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES) + ".",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-recipes_app = typer.Typer(
-    help="List, show and validate recipes.", no_args_is_help=True, rich_markup_mode=None
-)
+recipes_app = typer.Typer(help="List, show and validate recipes.", rich_markup_mode=None)
 app.add_typer(recipes_app, name="recipes")
 bench_app = typer.Typer(
     help="Measure what kvcal itself costs, and how its choices compare.",
-    no_args_is_help=True,
     rich_markup_mode=None,
 )
 app.add_typer(bench_app, name="bench")
@@ -82,6 +79,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Folder = Annotated[Path, typer.Argument(help="A checkpoint folder that kvcal wrote.")]
 
 
+_INTERRUPTED = 130
+
 # Option of a command -> recipe fields that it overrides.
 _TEXT_FIELDS = {
     "dataset": "dataset",
@@ -103,11 +102,15 @@ _CALIBRATION_FIELDS: dict[str, tuple[str, ...]] = {
 
 @app.callback(invoke_without_command=True)
 def _root(
+    ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
         typer.echo(f"kvcal {__version__}")
         raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+        raise typer.Exit(UsageError.exit_code)
 
 
 @app.command()
@@ -260,7 +263,7 @@ def evaluate(
 ) -> None:
     """Measure KL, agreement and perplexity over the quantized cache, on held-out text.
 
-    Example: kvcal evaluate SmolLM2-135M-Instruct-fp8_e4m3-per_head --dataset notes.txt
+    Example: kvcal evaluate out/demo --dataset notes.txt --samples 4
     """
     from kvcal import report, run
 
@@ -328,8 +331,11 @@ def recipes_list(as_json: Json = False) -> None:
     if as_json:
         _print_json(found)
     else:
+        indent = max(map(len, found)) + 2
+        columns = shutil.get_terminal_size().columns
         for name, description in found.items():
-            typer.echo(f"{name:<16} {description}")
+            line = f"{name:<{indent}}{description}"
+            typer.echo(textwrap.fill(line, columns, subsequent_indent=" " * indent))
 
 
 @recipes_app.command("show")
@@ -384,13 +390,10 @@ def main() -> None:
         code = app(standalone_mode=False)
     except KvcalError as error:
         _leave(str(error), error.exit_code)
-    except click.exceptions.NoArgsIsHelpError as error:
-        typer.echo(error.format_message())
-        sys.exit(2)
-    except click.ClickException as error:
+    except typer.TyperException as error:
         _leave(error.format_message(), UsageError.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        _leave("interrupted; nothing was left behind", 130)
+    except (KeyboardInterrupt, typer.Abort):
+        code = _INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -398,6 +401,8 @@ def main() -> None:
         if os.environ.get("KVCAL_TRACEBACK") == "1":
             raise
         _leave(f"a bug in kvcal: {type(error).__name__}: {error} (KVCAL_TRACEBACK=1 shows where)", 1)
+    if code == _INTERRUPTED:  # typer turns an interrupt inside a command into this code, without a word
+        _leave("interrupted; nothing was left behind", _INTERRUPTED)
     sys.exit(code or 0)
 
 

@@ -2,13 +2,17 @@
 
 A document belongs to evaluation if its own content hash says so, whatever file it came from and wherever
 it stands there. Running text (``builtin``, .txt) is cut into windows; rows of a dataset stay samples.
+Documents of running text quote each other (over half of what the help topics would hold out stands in
+other topics too), so evaluation leaves out every paragraph that calibration could see.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,7 +91,11 @@ def load(text: Text, tokenizer: Any, role: Role, seq_len: int, seed: int) -> Tok
         DataError: nothing there, nothing long enough, or not the column that was asked for.
     """
     documents, running = _read(text)
+    if not documents:
+        raise DataError(f"{text.dataset}: holds no text")
     mine = _select(documents, role)
+    if running and role == "evaluation":
+        mine = _unseen(mine, _select(documents, "calibration"))
     if not mine:
         raise DataError(
             f"{text.dataset}: none of its {len(documents)} documents falls into the {role} part;"
@@ -107,8 +115,8 @@ def load(text: Text, tokenizer: Any, role: Role, seq_len: int, seed: int) -> Tok
     notices = []
     if len(samples) < text.samples:
         notices.append(
-            f"{role}: {len(samples)} samples of at most {seq_len} tokens, fewer than the {text.samples} asked;"
-            f" {text.dataset} has no more text for {role}"
+            f"{role}: {len(samples)} samples of at most {seq_len} tokens, fewer than the {text.samples}"
+            f" asked; {text.dataset} has no more text for {role}"
         )
     return TokenSet(tuple(samples), tuple(notices))
 
@@ -126,12 +134,23 @@ def _select(documents: list[Document], role: Role) -> list[Document]:
     return [keyed[key] for key in sorted(mine, key=lambda key: hashlib.sha256(key.encode()).digest())]
 
 
+def _unseen(held_out: list[Document], others: list[Document]) -> list[Document]:
+    """Running text without the paragraphs that stand in other documents too, whatever their line breaks."""
+
+    def key(paragraph: str) -> tuple[str, ...]:
+        return tuple(paragraph.split())
+
+    seen = {key(p) for document in others for p in _paragraphs(str(document))}
+    kept = ("".join(p for p in _paragraphs(str(d)) if key(p) not in seen).strip() for d in held_out)
+    return [document for document in kept if document]
+
+
 def _read(text: Text) -> tuple[list[Document], bool]:
     """All documents, and whether they are running text."""
     name, path = text.dataset, Path(text.dataset)
     if name == "builtin":
         return list(_builtin()), True
-    if path.suffix in (".txt", ".jsonl", ".parquet") and not path.is_file():
+    if path.suffix in (".txt", ".jsonl", ".parquet") and not os.path.isfile(path):
         raise DataError(f"{name}: no such file")
     if path.suffix == ".txt":
         return list(_txt(path)), True
@@ -146,21 +165,25 @@ def _builtin() -> list[str]:
 
 
 def _txt(path: Path) -> Iterator[str]:
-    """Runs of paragraphs of a few thousand characters."""
+    """Runs of paragraphs, or of lines where there are none, of a few thousand characters."""
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as UTF-8 text: {error}") from None
-    gathered: list[str] = []
-    for paragraph in content.split("\n\n"):
-        if not paragraph.strip():
-            continue
-        gathered.append(paragraph)
-        if sum(map(len, gathered)) >= _TXT_DOCUMENT_CHARS:
-            yield "\n\n".join(gathered)
-            gathered = []
-    if gathered:
-        yield "\n\n".join(gathered)
+    gathered = ""
+    for paragraph in _paragraphs(content):
+        gathered += paragraph
+        if len(gathered) >= _TXT_DOCUMENT_CHARS:
+            yield gathered.strip()
+            gathered = ""
+    if gathered.strip():
+        yield gathered.strip()
+
+
+def _paragraphs(content: str) -> Iterator[str]:
+    """Pieces that end in blank lines; lines, where a piece would be longer than a document."""
+    for piece in re.findall(r".+?(?:\n\s*\n|\Z)", content, re.DOTALL):
+        yield from (piece,) if len(piece) < _TXT_DOCUMENT_CHARS else piece.splitlines(keepends=True)
 
 
 def _dataset_rows(text: Text) -> list[Document]:
@@ -222,7 +245,10 @@ def _rows(documents: list[Document], tokenizer: Any, seq_len: int) -> Iterator[t
         else:
             if tokenizer.chat_template is None:
                 raise DataError("the rows are chats, but the model's tokenizer has no chat template")
-            rendered = tokenizer.apply_chat_template(document, tokenize=False)
+            try:
+                rendered = tokenizer.apply_chat_template(document, tokenize=False)
+            except Exception as error:  # templates raise what they like, and fail on what they do not expect
+                raise DataError(f"a chat does not fit the tokenizer's template: {error}") from None
             ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
         yield tuple(ids[:seq_len])
 

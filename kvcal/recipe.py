@@ -7,6 +7,8 @@ flags override single fields through :meth:`Recipe.override`.
 from __future__ import annotations
 
 import difflib
+import os
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -82,7 +84,7 @@ class Recipe(_Section):
     """One calibration, whole."""
 
     description: str = ""
-    format: str = "fp8"
+    format: str = formats.FP8_E4M3.name
     granularity: str = "per_tensor"
     engine: str = "vllm"
     scale: ScaleRule = ScaleRule()
@@ -118,7 +120,7 @@ class Recipe(_Section):
 
     def to_yaml(self) -> str:
         """The recipe with every default filled in, as YAML."""
-        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
 
 def _known(look_up: Any) -> str:
@@ -147,9 +149,9 @@ def parse(tree: Any, source: str) -> Recipe:
 def load(name: str) -> Recipe:
     """Read a recipe from a file, or by the name of one that kvcal ships (``fp8-per-head``)."""
     path = Path(name)
-    if not path.suffix and not path.exists():
+    if not path.suffix and not os.path.exists(path):
         path = shipped_folder() / f"{name}.yaml"
-        if not path.exists():
+        if not os.path.exists(path):
             raise UsageError(
                 f"no recipe named {name!r}; kvcal ships {', '.join(shipped())}; or give the path of a file"
             )
@@ -163,11 +165,25 @@ def load(name: str) -> Recipe:
 def parse_text(text: str, source: str) -> Recipe:
     """Validate a recipe given as YAML text."""
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         message = " ".join(str(error).split())
         raise RecipeError(source, [f"not YAML: {message}"]) from None
     return parse(tree, source)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a field that is given twice; PyYAML would take the last without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    problem = f"field {key.value!r} is given twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def shipped_folder() -> Path:
@@ -189,10 +205,14 @@ def _describe(fault: Any) -> str:
         close = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
         return f"{path}: unknown field; {hint}"
+    found = fault["input"]
     message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    found = repr(fault["input"])
-    found = found if len(found) <= 60 else found[:57] + "..."
-    return f"{path}: found {found}; {message}"
+    if fault["type"] == "model_type":
+        message = "should be a mapping of fields"
+    if fault["type"] == "float_type" and isinstance(found, str):
+        message += "; no quotes, and YAML wants a dot before an exponent (1.0e-3)"
+    shown = reprlib.repr(found)  # an alias in YAML can stand for gigabytes
+    return f"{path}: found {shown if len(shown) <= 60 else shown[:57] + '...'}; {message}"
 
 
 def _fields_beside(location: tuple[Any, ...]) -> list[str]:

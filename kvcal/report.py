@@ -169,9 +169,14 @@ def print_validation(console: Console, validation: Validation) -> None:
             f"{sum(layer.cache) / len(layer.cache):.4f}",
             f"{max(layer.cache):.4f}",
             f"{sum(layer.attention) / len(layer.attention):.4f}",
-            f"{min(layer.logit_snr_db):.1f}",
+            _worst_snr(layer.logit_snr_db),
         )
     console.print(table)
+
+
+def _worst_snr(each: Sequence[float | None]) -> str:
+    found = [snr for snr in each if snr is not None]
+    return f"{min(found):.1f}" if found else "no error"
 
 
 def print_rows(console: Console, rows: Sequence[Any]) -> None:

@@ -23,12 +23,13 @@ class LayerError:
     Attributes:
         cache: ``‖ô - o‖ / ‖o‖`` of the attention output with K and V quantized.
         attention: the same with Q and P quantized too, as FlashAttention-3 does.
-        logit_snr_db: ``10 log10(Σ(q·k)² / Σ(q·k̂ - q·k)²)`` over visible pairs.
+        logit_snr_db: ``10 log10(Σ(q·k)² / Σ(q·k̂ - q·k)²)`` over visible pairs; None where no logit is in
+            error, as for a head whose K is always zero.
     """
 
     cache: list[float]
     attention: list[float]
-    logit_snr_db: list[float]
+    logit_snr_db: list[float | None]
 
 
 @dataclass(frozen=True)
@@ -132,5 +133,5 @@ def _relative(error: float, output: float) -> float:
     return math.sqrt(error / output) if output else (0.0 if error == 0 else math.inf)
 
 
-def _decibel(signal: float, noise: float) -> float:
-    return 10 * math.log10(signal / noise) if signal and noise else math.inf
+def _decibel(signal: float, noise: float) -> float | None:
+    return 10 * math.log10(signal / noise) if signal and noise else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,10 +21,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The models are tiny: threads of several workers would only wait for each other.
 torch.set_num_threads(1)
 
+import hypothesis
 import pytest
+from rich.console import Console
 
+from kvcal import recipe, run
 from kvcal.cli import main as kvcal_main
+from kvcal.progress import Narrator
 from tests import tiny
+
+# A loaded machine must not fail a test, and a failure must come again.
+hypothesis.settings.register_profile("kvcal", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("kvcal")
 
 
 @pytest.fixture(scope="session")
@@ -83,12 +90,13 @@ def small() -> tuple[str, ...]:
 @pytest.fixture(scope="session")
 def exported(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A per-head checkpoint written by kvcal. Tests that change files copy it first."""
-    output = tmp_path_factory.mktemp("exported") / "tiny"
-    command = [sys.executable, "-m", "kvcal", "calibrate", "--model", str(llama_folder)]
-    command += ["--output", str(output)]
-    command += ["--granularity", "per_head", "--samples", "4", "--evaluation-samples", "2", "--seq-len", "48"]
-    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    return output
+    fields = {"samples": 4, "seq_len": 48}
+    wanted = recipe.parse(
+        {"granularity": "per_head", "calibration": fields, "evaluation": fields | {"samples": 2}}, "tests"
+    )
+    request = run.Request(str(llama_folder), output=tmp_path_factory.mktemp("exported") / "tiny")
+    _, folder = run.run_calibrate(request, wanted, Narrator(Console(stderr=True, quiet=True)))
+    return folder
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests import tiny
 from transformers import CONFIG_MAPPING
 
 from kvcal import arch, capture, sources
 from kvcal.errors import KvcalError, ModelError, PlanRefused
+from tests import tiny
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -154,7 +154,7 @@ def test_malformed_field_is_named_with_its_value(field: str, value: Any, message
 
 
 def test_head_size_must_come_out_whole() -> None:
-    with pytest.raises(ModelError, match="hidden_size 96 does not divide into 5 attention heads"):
+    with pytest.raises(ModelError, match="hidden_size 96 does not divide into 5 heads"):
         arch.read(CONFIG | {"head_dim": None, "num_attention_heads": 5, "num_key_value_heads": 5})
 
 

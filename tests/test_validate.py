@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -120,3 +121,16 @@ def test_the_reference_runs_on_a_cpu_and_when_forced(monkeypatch: pytest.MonkeyP
     chosen = dispatch.choose(torch.device("cuda"))
     assert chosen.name == "triton"
     assert chosen.quantized_attention is not reference.quantized_attention
+
+
+def test_a_head_whose_k_is_always_zero_has_no_logit_error() -> None:
+    tokens = token_set([24])
+    model = tiny.build_model()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[:16] = 0
+    resolved = plan_for(model, granularity="per_head")
+    found = scales.compute(run(model, tokens, granularity="per_head"), resolved)
+    layer = validate.validate(model, resolved, found, tokens).layers[1]
+    assert layer.logit_snr_db[:3] == [None] * 3
+    assert all(snr is not None and snr > 20 for snr in layer.logit_snr_db[3:])
+    assert json.dumps(layer.cache, allow_nan=False)

@@ -1,0 +1,138 @@
+"""A module imports only modules of a lower rank. The table is that of the design; a new module gets a row."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "kvcal"
+
+RANKS: dict[str, float] = {
+    "": 0,  # the version alone
+    "errors": 0,
+    "formats": 1,
+    "granularity": 1,
+    "arch": 2,
+    "engines": 2.5,
+    "recipe": 3,
+    "plan": 4,
+    "kernels": 0,
+    "kernels.reference": 5,
+    "kernels.quantize": 5,
+    "kernels.attention": 5.2,
+    "kernels.dispatch": 5.5,
+    "statistics": 6,
+    "capture": 6,
+    "data": 6,
+    "sources": 6,
+    "models": 6.5,
+    "calibrate": 7,
+    "scales": 8,
+    "evaluate": 9,
+    "validate": 9,
+    "export": 0,
+    "export.bundle": 9,
+    "export.vllm": 9.5,
+    "bench": 10,
+    "check": 10,
+    "check_live": 10,
+    "gates": 10,
+    "progress": 10,
+    "preflight": 10.5,
+    "report": 10.5,
+    "run": 11,
+    "cli": 12,
+    "__main__": 13,
+    "vllm_probe": 0,  # runs in the engine's environment, which has no kvcal
+}
+NO_TORCH_UP_TO = 4
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+every_module = pytest.mark.parametrize("module", MODULES, ids=lambda m: m or "kvcal")
+
+
+def imports(module: str) -> set[str]:
+    """Dotted names that a module imports anywhere, for type checking too; a member counts as its module."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively"
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {m if m.removeprefix("kvcal.") in MODULES else str(node.module) for m in members}
+    return found
+
+
+def own_imports(module: str) -> set[str]:
+    """The same, of kvcal only and without its name."""
+    return {
+        name.removeprefix("kvcal").removeprefix(".")
+        for name in imports(module)
+        if name.split(".")[0] == "kvcal"
+    }
+
+
+def test_every_module_has_a_rank_and_every_rank_a_module() -> None:
+    assert RANKS.keys() == MODULES.keys()
+
+
+@every_module
+def test_only_lower_ranks_are_imported(module: str) -> None:
+    too_high = {name for name in own_imports(module) if name and RANKS[name] >= RANKS[module]}
+    assert not too_high, f"{module} (rank {RANKS[module]}) imports {too_high}"
+
+
+def test_low_ranks_import_no_torch_not_even_through_others() -> None:
+    low = [m for m, rank in RANKS.items() if rank <= NO_TORCH_UP_TO]
+    code = f"""
+import importlib, sys
+for module in {low!r}:
+    importlib.import_module(f"kvcal.{{module}}".rstrip("."))
+print(*({{"torch", "transformers", "triton", "numpy", "safetensors", "datasets"}} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*/**/__init__.py")), ids=lambda p: p.parent.name)
+def test_inner_package_files_are_empty(path: Path) -> None:
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("kernels.")])
+def test_only_dispatch_knows_both_kernels_and_reference(module: str) -> None:
+    if module not in ("kernels.dispatch", "kernels.reference"):
+        assert "kernels.reference" not in own_imports(module)
+        assert "triton" in imports(module)
+
+
+def test_only_dispatch_imports_kernels() -> None:
+    kernels = {m for m in MODULES if m.startswith("kernels.")}
+    triton = kernels - {"kernels.dispatch", "kernels.reference"}
+    assert {m for m in MODULES.keys() - kernels if own_imports(m) & triton} == set()
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("export.")])
+def test_export_targets_never_import_each_other(module: str) -> None:
+    targets = {m for m in MODULES if m.startswith("export.")} - {"export.bundle"}
+    assert not own_imports(module) & targets
+
+
+def test_the_probe_needs_nothing_of_kvcal_and_nothing_needs_the_probe() -> None:
+    assert own_imports("vllm_probe") == set()
+    assert not [m for m in MODULES if "vllm_probe" in own_imports(m)]
+
+
+def test_no_module_is_called_after_nothing() -> None:
+    assert not {m.split(".")[-1] for m in MODULES} & {"utils", "util", "common", "helpers", "misc", "base"}

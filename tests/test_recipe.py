@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcal import recipe
+from kvcal.errors import RecipeError, UsageError
+from kvcal.recipe import Recipe
+
+quick = settings(deadline=None, max_examples=40)
+
+
+def faults(text: str) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        recipe.parse_text(text, "x.yaml")
+    assert str(caught.value).startswith("x.yaml: ")
+    return caught.value.faults
+
+
+def test_all_faults_are_listed_at_once_with_path_value_and_fix() -> None:
+    found = faults(
+        """
+        format: fp9
+        granularity: per_heads
+        engine: sglang
+        scale: {rule: amaxx, headroom: 0.5}
+        calibration: {samples: 0, sampels: 3, seq_len: 4}
+        evaluation: 3
+        gates: {top1_agreement: 1.5}
+        """
+    )
+    assert sorted(found) == sorted(
+        [
+            "format: found 'fp9'; unknown format 'fp9'; known: fp8_e4m3, fp8",
+            "granularity: found 'per_heads'; unknown granularity 'per_heads'; known: per_tensor, per_head",
+            "engine: found 'sglang'; unknown engine 'sglang'; known: vllm",
+            "scale.rule: found 'amaxx'; should be 'amax' or 'power_of_two'",
+            "scale.headroom: found 0.5; should be greater than or equal to 1",
+            "calibration.samples: found 0; should be greater than or equal to 1",
+            "calibration.sampels: unknown field; did you mean 'samples'?",
+            "calibration.seq_len: found 4; should be greater than or equal to 8",
+            "evaluation: found 3; should be a mapping of fields",
+            "gates.top1_agreement: found 1.5; should be less than or equal to 1",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("granularty: per_head", "granularty: unknown field; did you mean 'granularity'?"),
+        ("gates: {kl_men: 1}", "gates.kl_men: unknown field; did you mean 'kl_mean'?"),
+        (
+            "evaluation: {zzz: 1}",
+            "evaluation.zzz: unknown field; known here: batch_size, column, dataset, samples, seq_len, split",
+        ),
+        ("evaluation: {seed: 1}", "evaluation.seed: unknown field; known here: batch_size,"),
+    ],
+)
+def test_unknown_field_is_met_with_a_close_or_the_known_ones(text: str, fault: str) -> None:
+    (found,) = faults(text)
+    assert found.startswith(fault)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("calibration: {samples: '64'}", "calibration.samples: found '64'; should be a valid integer"),
+        ("calibration: {samples: 64.0}", "calibration.samples: found 64.0; should be a valid integer"),
+        ("calibration: {samples: true}", "calibration.samples: found True; should be a valid integer"),
+        ("calibration: {samples: null}", "calibration.samples: found None; should be a valid integer"),
+        ("calibration: {seed: -1}", "calibration.seed: found -1; should be greater than or equal to 0"),
+        ("scale: {headroom: true}", "scale.headroom: found True; should be a valid number"),
+        ("gates: {kl_mean: '0.1'}", "gates.kl_mean: found '0.1'; should be a valid number; no quotes"),
+        (
+            "gates: {kl_mean: 1e-3}",
+            "gates.kl_mean: found '1e-3'; should be a valid number; no quotes, and YAML",
+        ),
+        ("description: 7", "description: found 7; should be a valid string"),
+        ("format: null", "format: found None; should be a valid string"),
+        ("calibration: {dataset: ''}", "calibration.dataset: found ''; String should have at least 1 char"),
+    ],
+)
+def test_nothing_is_coerced(text: str, fault: str) -> None:
+    (found,) = faults(text)
+    assert found.startswith(fault)
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "-0.1"])
+@pytest.mark.parametrize("gate", recipe.Gates.model_fields)
+def test_a_gate_that_cannot_be_kept_or_broken_is_refused(gate: str, value: str) -> None:
+    (found,) = faults(f"gates: {{{gate}: {value}}}")
+    assert found.startswith(
+        f"gates.{gate}: found {float(value.replace('.n', 'n').replace('.i', 'i'))}; should be"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "a recipe is a mapping of fields, found NoneType"),
+        ("[fp8]", "a recipe is a mapping of fields, found list"),
+        ("format: fp8: x", "not YAML: mapping values are not allowed here"),
+        ("format: fp8\nformat: fp8", "not YAML: field 'format' is given twice in"),
+        ("scale: {headroom: 1, headroom: 2}", "not YAML: field 'headroom' is given twice in"),
+        ("format: !!python/name:os.system", "not YAML: could not determine a constructor"),
+        ("format: \0", "not YAML: unacceptable character"),
+        ("[" * 1000, "not YAML:"),
+    ],
+)
+def test_text_that_is_no_mapping_is_one_fault(text: str, fault: str) -> None:
+    (found,) = faults(text)
+    assert found.startswith(fault)
+    assert "\n" not in found
+
+
+def test_a_value_that_expands_without_end_is_shown_short() -> None:
+    levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]" for i in range(1, 30)]
+    found = faults("\n".join(["l0: &l0 [x]", *levels, "description: *l29"]))
+    assert max(map(len, found)) < 300
+
+
+def test_override_replaces_dotted_fields_and_leaves_the_rest() -> None:
+    base = recipe.parse_text("calibration: {samples: 3, seed: 9}\ngates: {kl_p99: 1.0}", "x")
+    changed = base.override({"calibration.samples": 16, "granularity": "per_head"})
+    assert changed == base.model_copy(
+        update={
+            "granularity": "per_head",
+            "calibration": base.calibration.model_copy(update={"samples": 16}),
+        }
+    )
+    assert base.calibration.samples == 3
+
+
+def test_override_is_validated_and_blames_the_command_line() -> None:
+    with pytest.raises(RecipeError) as caught:
+        Recipe().override({"calibration.samples": 0, "format": "int5"})
+    assert str(caught.value).startswith("command line: ")
+    assert len(caught.value.faults) == 2
+
+
+def test_aliases_of_a_format_become_its_name() -> None:
+    assert recipe.parse_text("format: fp8", "x").format == "fp8_e4m3"
+
+
+def test_defaults_alone_are_a_recipe() -> None:
+    assert recipe.parse_text("{}", "x") == Recipe()
+
+
+def test_recipes_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Recipe().format = "fp8"  # type: ignore[misc]
+
+
+texts = st.builds(
+    dict,
+    dataset=st.text(min_size=1, max_size=9),
+    split=st.text(max_size=9),
+    column=st.none() | st.text(max_size=9),
+    samples=st.integers(1, 2**70),
+    seq_len=st.integers(8, 2**70),
+    batch_size=st.integers(1, 2**70),
+)
+limits = st.none() | st.floats(0, allow_infinity=False)
+recipes = st.builds(
+    dict,
+    description=st.text(max_size=30),
+    granularity=st.sampled_from(["per_tensor", "per_head"]),
+    scale=st.builds(dict, rule=st.sampled_from(["amax", "power_of_two"]), headroom=st.floats(1, 16)),
+    calibration=texts.flatmap(
+        lambda t: st.builds(lambda seed: t | {"seed": seed}, st.integers(0, 2**63 - 1))
+    ),
+    evaluation=texts,
+    gates=st.builds(dict, kl_mean=limits, kl_p99=limits, top1_agreement=st.none() | st.floats(0, 1)),
+)
+
+
+@quick
+@given(recipes)
+def test_yaml_brings_back_the_same_recipe(tree: dict[str, Any]) -> None:
+    written = recipe.parse(tree, "x")
+    encoded = written.to_yaml().encode("utf-8")
+    assert recipe.parse_text(encoded.decode("utf-8"), "y") == written
+
+
+yaml_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.dates()
+    | st.binary(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.integers() | st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+FIELDS = [*Recipe.model_fields, *recipe.Calibration.model_fields, *recipe.Gates.model_fields, "rule"]
+
+
+@quick
+@given(
+    st.dictionaries(
+        st.sampled_from(FIELDS), yaml_values | st.dictionaries(st.sampled_from(FIELDS), yaml_values)
+    )
+)
+def test_any_tree_gives_a_recipe_or_its_faults(tree: dict[str, Any]) -> None:
+    with contextlib.suppress(RecipeError):
+        recipe.parse(tree, "x")
+
+
+@quick
+@given(st.text(alphabet="{}[]:,-&*!|>'\"#%@`? \n\tab0.~<", max_size=40))
+def test_any_text_gives_a_recipe_or_its_faults(text: str) -> None:
+    with contextlib.suppress(RecipeError):
+        recipe.parse_text(text, "x")
+
+
+def test_load_reads_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("granularity: per_head")
+    assert recipe.load(str(path)) == Recipe(granularity="per_head")
+
+
+def test_load_names_the_file_in_its_faults(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("zzz: 1")
+    with pytest.raises(RecipeError, match=r"mine\.yaml: zzz: unknown field"):
+        recipe.load(str(path))
+
+
+@pytest.mark.parametrize("name", ["fp9", "a" * 300, "a\0b"])
+def test_load_of_an_unknown_name_lists_the_shipped_ones(name: str) -> None:
+    with pytest.raises(UsageError, match=r"no recipe named .*; kvcal ships .*fp8"):
+        recipe.load(name)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"], ids=["missing", "not UTF-8"])
+def test_load_of_an_unreadable_file_says_so(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "mine.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(RecipeError, match=r"mine\.yaml: cannot be read"):
+        recipe.load(str(path))
+
+
+def test_load_of_a_folder_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="cannot be read"):
+        recipe.load(str(tmp_path))

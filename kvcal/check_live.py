@@ -1,35 +1,23 @@
 """Asks a real vLLM what it made of a checkpoint: the scales its attention layers hold, and greedy text.
 
-vLLM runs in an interpreter of its own (:mod:`kvcal.vllm_probe`), because its requirements rarely agree with
-kvcal's. The scales prove delivery. The text, generated over a BF16 cache because every processor has one,
+The scales prove delivery. The text, generated over a BF16 cache because every processor has one,
 is held against transformers: a few tokens show that the engine runs this model, not that it is exact. In
 SmolLM2-135M-Instruct one head's V times 1024 stands out by 18 logits; K times 1.1 in all layers does not.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import math
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcal import arch, sources
+from kvcal import arch, live_engine, sources
 from kvcal.arch import ModelSpec
 from kvcal.errors import CheckFailed, UsageError
 from kvcal.recipe import SIDES, Side
-
-PYTHON_VARIABLE = "KVCAL_VLLM_PYTHON"
-TIMEOUT_S = 1800.0
 
 # Logits. vLLM computes in BF16 here and the reference in float32, so tokens that are nearly as likely as
 # each other may change places. BF16 keeps 8 significant bits: logits in [16, 32), common for a best token,
@@ -38,9 +26,6 @@ TIMEOUT_S = 1800.0
 # A token within the bound is at least exp(-0.25) = 78 % as probable as the best one.
 NEAR_TIE = 0.25
 NEAR_TIE_STEPS = 2  # the same in steps, for logits of 32 and more, whose steps are larger
-
-_PROBE = Path(__file__).with_name("vllm_probe.py")
-_LONGEST_MESSAGE = 800
 
 Prompt = str | Sequence[int]
 
@@ -141,35 +126,6 @@ class LiveResult:
         return not self.problems
 
 
-def engine_python(explicit: str | None) -> Path:
-    """The interpreter that has vLLM.
-
-    In this order: ``explicit``, the variable ``KVCAL_VLLM_PYTHON``, the running interpreter if it has vLLM,
-    ``.venv-vllm`` under the current folder or under the repository that holds kvcal.
-
-    Raises:
-        UsageError: none of these is there, or the named one is not a program.
-    """
-    for source, name in (("--engine-python", explicit), (PYTHON_VARIABLE, os.environ.get(PYTHON_VARIABLE))):
-        if name:
-            found = shutil.which(name)
-            if found is None:
-                raise UsageError(f"{source} {name!r}: is not a program that can be run")
-            # Not resolved: the file that a virtual environment's python links to has none of its packages.
-            return Path(found).absolute()
-    spec = importlib.util.find_spec("vllm")
-    if spec is not None and spec.origin is not None:  # a folder that happens to be called vllm has no origin
-        return Path(sys.executable)
-    for folder in (Path.cwd(), Path(__file__).parent.parent):
-        python = folder / ".venv-vllm" / "bin" / "python"
-        if python.is_file():
-            return python
-    raise UsageError(
-        "no Python with vLLM was found: run `make vllm-env`, or name one with --engine-python"
-        f" or ${PYTHON_VARIABLE}"
-    )
-
-
 def check_live(
     folder: Path,
     expected: Mapping[int, Mapping[Side, Sequence[float]]],
@@ -178,7 +134,7 @@ def check_live(
     prompts: Sequence[Prompt],
     max_new_tokens: int,
     *,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float = live_engine.TIMEOUT_S,
 ) -> LiveResult:
     """Load ``folder`` in vLLM and compare with the written scales and with transformers.
 
@@ -189,7 +145,7 @@ def check_live(
         expected: layer -> side -> scales as written: one, or one per KV head (K, V) and query head (Q).
             A side that is not there is not compared.
         module_paths: layer -> path of its attention module, ``model.layers.0.self_attn``.
-        python: interpreter that has vLLM, from :func:`engine_python`.
+        python: interpreter that has vLLM, from :func:`kvcal.live_engine.engine_python`.
         prompts: text, for which the folder needs a tokenizer, or token ids. None at all: scales only.
         max_new_tokens: length of each continuation.
         timeout_s: seconds that one run of the engine may take.
@@ -204,7 +160,7 @@ def check_live(
     if not any(expected.values()):
         raise CheckFailed(f"{folder}: no scales were written, so there is nothing to ask the engine about")
     asked = _Prompts.of(prompts, folder, spec, max_new_tokens)
-    engine = _Engine(python, folder, asked.ids, max_new_tokens, timeout_s)
+    engine = live_engine.Engine(python, folder, asked.ids, max_new_tokens, timeout_s)
 
     answer = engine.ask("bfloat16")
     scales, problems = _compare_scales(expected, module_paths, answer)
@@ -255,113 +211,10 @@ class _Prompts:
         return None if self.texts[index] is None else str(self.tokenizer.decode(tokens))
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """The probe's document."""
-
-    engine: str
-    cache_dtype: str
-    default_cache_dtype: list[str]
-    fp8_cache_unsupported: str | None
-    layers: dict[str, dict[str, Any]]
-    outputs: list[list[int]]
-
-
-@dataclass(frozen=True)
-class _Engine:
-    python: Path
-    folder: Path
-    prompts: list[list[int]]
-    max_new_tokens: int
-    timeout_s: float
-
-    def ask(self, cache_dtype: str) -> _Answer:
-        command = [str(self.python), str(_PROBE), str(self.folder), "--cache-dtype", cache_dtype]
-        command += ["--max-new-tokens", str(self.max_new_tokens)]
-        for ids in self.prompts:
-            command += ["--prompt-ids", ",".join(map(str, ids))]
-        document = self._document(*self._run(command))
-        if "no_engine" in document:
-            raise UsageError(
-                f"{self.python} cannot import vLLM: {document['no_engine']};"
-                " run `make vllm-env` or name another with --engine-python"
-            )
-        if "error" in document:
-            raise CheckFailed(f"vLLM refuses {self.folder}: {str(document['error'])[:_LONGEST_MESSAGE]}")
-        return self._checked(document)
-
-    def _run(self, command: list[str]) -> tuple[int, str, str]:
-        with tempfile.TemporaryDirectory(prefix="kvcal-live-") as scratch:
-            try:
-                process = subprocess.Popen(
-                    command,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    errors="replace",
-                    env={**os.environ, "TMPDIR": scratch},  # vLLM leaves rendezvous files behind
-                    start_new_session=True,  # so that children of the engine can be ended with it
-                )
-            except OSError as error:
-                raise UsageError(f"{self.python}: cannot be run: {error.strerror}") from None
-            try:
-                out, err = process.communicate(timeout=self.timeout_s)
-            except subprocess.TimeoutExpired:
-                raise CheckFailed(
-                    f"vLLM gave no answer about {self.folder} in {self.timeout_s:g} s"
-                ) from None
-            finally:
-                _end_session(process)
-        return process.returncode, out, err
-
-    def _document(self, code: int, out: str, err: str) -> dict[str, Any]:
-        # The document decides, not the exit code: an engine may stumble while it winds down.
-        try:
-            document = json.loads(_last_line(out))
-        except ValueError:
-            document = None
-        if isinstance(document, dict):
-            return document
-        ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        last = _last_line(err) or "no message"
-        raise CheckFailed(f"the vLLM process {ended} and no answer: {last[:_LONGEST_MESSAGE]}")
-
-    def _checked(self, document: dict[str, Any]) -> _Answer:
-        try:
-            answer = _Answer(
-                engine=f"{document['engine']} {document['version']}",
-                cache_dtype=str(document["cache_dtype"]),
-                default_cache_dtype=list(document["default_cache_dtype"]),
-                fp8_cache_unsupported=document["fp8_cache_unsupported"],
-                layers={
-                    str(name): {side: tuple(map(float, layer[side])) for side in SIDES}
-                    for name, layer in document["layers"].items()
-                },
-                outputs=[list(map(int, tokens)) for tokens in document["outputs"]],
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckFailed(f"the vLLM process gave an answer of another form: {error!r}") from None
-        lengths = [len(tokens) for tokens in answer.outputs]
-        if lengths != [self.max_new_tokens] * len(self.prompts):
-            raise CheckFailed(
-                f"vLLM continued {len(self.prompts)} prompts by {lengths} tokens,"
-                f" {self.max_new_tokens} each were asked for"
-            )
-        return answer
-
-
-def _end_session(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-
-
 def _compare_scales(
-    expected: Mapping[int, Mapping[Side, Sequence[float]]], module_paths: Mapping[int, str], answer: _Answer
+    expected: Mapping[int, Mapping[Side, Sequence[float]]],
+    module_paths: Mapping[int, str],
+    answer: live_engine.Answer,
 ) -> tuple[tuple[ScaleFinding, ...], list[str]]:
     findings = []
     unasked = set(answer.layers)
@@ -406,7 +259,7 @@ def _scale_problem(written: tuple[float, ...], held: tuple[float, ...]) -> str |
     return None
 
 
-def _default_problems(answer: _Answer) -> list[str]:
+def _default_problems(answer: live_engine.Answer) -> list[str]:
     wrong = [dtype for dtype in answer.default_cache_dtype if not dtype.startswith("fp8")]
     if not wrong:
         return []
@@ -414,8 +267,8 @@ def _default_problems(answer: _Answer) -> list[str]:
 
 
 def _fp8_run(
-    engine: _Engine,
-    answer: _Answer,
+    engine: live_engine.Engine,
+    answer: live_engine.Answer,
     expected: Mapping[int, Mapping[Side, Sequence[float]]],
     module_paths: Mapping[int, str],
     asked: _Prompts,
@@ -433,7 +286,7 @@ def _fp8_run(
 
 
 def _compare_texts(
-    folder: Path, spec: ModelSpec, asked: _Prompts, answer: _Answer
+    folder: Path, spec: ModelSpec, asked: _Prompts, answer: live_engine.Answer
 ) -> tuple[TextFinding, ...]:
     import torch
 

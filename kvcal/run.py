@@ -23,6 +23,7 @@ from kvcal import (
     data,
     evaluate,
     gates,
+    live_engine,
     models,
     plan,
     preflight,
@@ -123,7 +124,7 @@ def run_check(
     folder: Path, engine: str, *, live: bool, engine_python: str | None, narrator: Narrator
 ) -> list[check.Finding]:
     """Check the files, and with ``live`` also what the real engine holds after loading them."""
-    python = check_live.engine_python(engine_python) if live else None
+    python = live_engine.engine_python(engine_python) if live else None
     findings = check.check(folder, engine)
     if python is None:
         return findings

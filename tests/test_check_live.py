@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvcal import arch, check_live, models
+from kvcal import arch, check_live, live_engine, models
 from kvcal.errors import CheckFailed, ModelError, UsageError
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 4, 2, 32, 64
@@ -549,15 +549,15 @@ def test_text_needs_a_tokenizer(per_head, fake_engine, text):
 def elsewhere(monkeypatch, tmp_path):
     """An empty current folder, no variable, no vLLM here, no repository."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(check_live.PYTHON_VARIABLE, raising=False)
-    monkeypatch.setattr(check_live.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(check_live, "__file__", str(tmp_path / "nowhere" / "kvcal" / "check_live.py"))
+    monkeypatch.delenv(live_engine.PYTHON_VARIABLE, raising=False)
+    monkeypatch.setattr(live_engine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(live_engine, "__file__", str(tmp_path / "nowhere" / "kvcal" / "live_engine.py"))
     return tmp_path
 
 
 def test_no_engine_says_what_to_do(elsewhere):
     with pytest.raises(UsageError, match="make vllm-env.*--engine-python.*KVCAL_VLLM_PYTHON"):
-        check_live.engine_python(None)
+        live_engine.engine_python(None)
 
 
 def test_engines_are_tried_in_order(elsewhere, monkeypatch):
@@ -569,35 +569,35 @@ def test_engines_are_tried_in_order(elsewhere, monkeypatch):
         return path
 
     repository = program("nowhere", ".venv-vllm", "bin", "python")
-    assert check_live.engine_python(None) == repository
+    assert live_engine.engine_python(None) == repository
     current = program(".venv-vllm", "bin", "python")
-    assert check_live.engine_python(None) == current
+    assert live_engine.engine_python(None) == current
     here = SimpleNamespace(origin="vllm/__init__.py")
-    monkeypatch.setattr(check_live.importlib.util, "find_spec", lambda name: here)
-    assert check_live.engine_python(None) == Path(sys.executable)
+    monkeypatch.setattr(live_engine.importlib.util, "find_spec", lambda name: here)
+    assert live_engine.engine_python(None) == Path(sys.executable)
     variable = program("variable", "python")
-    monkeypatch.setenv(check_live.PYTHON_VARIABLE, str(variable))
-    assert check_live.engine_python(None) == variable
+    monkeypatch.setenv(live_engine.PYTHON_VARIABLE, str(variable))
+    assert live_engine.engine_python(None) == variable
     explicit = program("explicit", "python")
-    assert check_live.engine_python(str(explicit)) == explicit
+    assert live_engine.engine_python(str(explicit)) == explicit
     link = elsewhere / "link"
     link.symlink_to(explicit)
-    assert check_live.engine_python("./link") == link  # a virtual environment is found through its link
+    assert live_engine.engine_python("./link") == link  # a virtual environment is found through its link
 
 
 def test_a_folder_called_vllm_is_no_engine(elsewhere, monkeypatch):
-    monkeypatch.setattr(check_live.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=None))
+    monkeypatch.setattr(live_engine.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=None))
     with pytest.raises(UsageError, match="no Python with vLLM"):
-        check_live.engine_python(None)
+        live_engine.engine_python(None)
 
 
 @pytest.mark.parametrize("explicit", [True, False])
 def test_a_named_engine_must_be_there(elsewhere, monkeypatch, explicit):
     if not explicit:
-        monkeypatch.setenv(check_live.PYTHON_VARIABLE, "/no/such/python")
-    name = "--engine-python" if explicit else check_live.PYTHON_VARIABLE
+        monkeypatch.setenv(live_engine.PYTHON_VARIABLE, "/no/such/python")
+    name = "--engine-python" if explicit else live_engine.PYTHON_VARIABLE
     with pytest.raises(UsageError, match=f"{name} '/no/such/python'"):
-        check_live.engine_python("/no/such/python" if explicit else None)
+        live_engine.engine_python("/no/such/python" if explicit else None)
 
 
 # The real engine
@@ -606,7 +606,7 @@ def test_a_named_engine_must_be_there(elsewhere, monkeypatch, explicit):
 @pytest.fixture(scope="module")
 def vllm_python():
     try:
-        return check_live.engine_python(None)
+        return live_engine.engine_python(None)
     except UsageError as error:
         pytest.skip(str(error))
 

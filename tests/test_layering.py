@@ -39,6 +39,7 @@ RANKS: dict[str, float] = {
     "export.vllm": 9.5,
     "bench": 10,
     "check": 10,
+    "live_engine": 9,
     "check_live": 10,
     "gates": 10,
     "progress": 10,

@@ -15,6 +15,7 @@ from kvcal.errors import ModelError, PlanRefused
 
 LayerKind = Literal["full", "sliding"]
 
+_MAX_LAYERS = 10_000
 _LAYER_KINDS: dict[str, LayerKind] = {"full_attention": "full", "sliding_attention": "sliding"}
 
 
@@ -120,6 +121,8 @@ def read(config: Mapping[str, Any]) -> ModelSpec:
     config = {**family.defaults, **config}
     hidden_size = _positive_int(config, "hidden_size")
     layer_count = _positive_int(config, "num_hidden_layers")
+    if layer_count > _MAX_LAYERS:
+        raise ModelError(f"config.json: num_hidden_layers is {layer_count}, more than any model has")
     heads = _positive_int(config, "num_attention_heads")
     kv_heads = heads
     if config.get("num_key_value_heads") is not None:

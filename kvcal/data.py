@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import random
 import re
@@ -21,12 +22,11 @@ from typing import Any, Literal
 import torch
 
 from kvcal.errors import DataError
-from kvcal.recipe import Text
+from kvcal.recipe import MIN_TOKENS, Text
 
 Role = Literal["calibration", "evaluation"]
 Document = str | list[dict[str, Any]]
 
-MIN_TOKENS = 8
 _EVALUATION_SHARE = 5  # one document in five
 _COLUMNS = ("text", "messages", "conversations", "prompt")
 _TXT_DOCUMENT_CHARS = 4000
@@ -192,6 +192,7 @@ def _dataset_rows(text: Text) -> list[Document]:
     loaders = {".jsonl": "json", ".parquet": "parquet"}
     path = Path(text.dataset)
     datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # it logs what it raises too
     try:
         if path.suffix in loaders:
             rows = datasets.load_dataset(loaders[path.suffix], data_files=str(path), split="train")

@@ -124,7 +124,18 @@ class _Tally:
             kl_mean=float(kl.mean()),
             kl_p99=float(kl.quantile(0.99)),
             top1_agreement=float(torch.cat(self._same).double().mean()),
-            perplexity=math.exp(float(torch.cat(self._loss).mean())),
-            perplexity_reference=math.exp(float(torch.cat(self._loss_reference).mean())),
+            perplexity=_perplexity(self._loss),
+            perplexity_reference=_perplexity(self._loss_reference),
             tokens=kl.numel(),
         )
+
+
+def _perplexity(losses: list[torch.Tensor]) -> float:
+    mean = float(torch.cat(losses).mean())
+    try:
+        return math.exp(mean)
+    except OverflowError:
+        raise ModelError(
+            f"the model predicts the held-out text with {mean:.0f} nats per token;"
+            " its weights or its tokenizer cannot be right"
+        ) from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,10 @@ from kvcal.errors import ModelError, UsageError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_PICKLED_NAME = "pytorch_model.bin"
+_PICKLED_INDEX = "pytorch_model.bin.index.json"
+# A weight of a layer; scales and the RoPE frequencies of old checkpoints may be there without a use.
+_LAYER_WEIGHT = re.compile(r"\.layers\.(\d+)\..*\b(?:weight|bias)$")
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,12 @@ def device_named(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device {name!r} was asked for, but torch sees no CUDA device")
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UsageError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UsageError(f"device {name!r} was asked for, but torch sees {count} CUDA devices")
     return device
 
 
@@ -56,16 +64,23 @@ def weight_map(folder: Path) -> dict[str, str]:
             raise ModelError(f"{index}: is not a safetensors index (no weight_map)") from None
         if not isinstance(announced, dict) or not all(isinstance(f, str) for f in announced.values()):
             raise ModelError(f"{index}: weight_map must map tensor names to file names")
+        if not announced:
+            raise ModelError(f"{index}: weight_map is empty; download the model again")
     elif (folder / SINGLE_NAME).exists():
-        return dict.fromkeys(_tensor_names(folder / SINGLE_NAME), SINGLE_NAME)
+        return dict.fromkeys(sorted(tensor_names(folder / SINGLE_NAME)), SINGLE_NAME)
+    elif is_pickled(folder):
+        raise ModelError(
+            f"{folder}: holds pickled weights only, which can run code when loaded;"
+            " convert them to safetensors or pass --allow-pickle"
+        )
     else:
-        raise ModelError(f"{folder}: has no {SINGLE_NAME} and no {INDEX_NAME}")
+        raise ModelError(f"{folder}: has no {SINGLE_NAME} and no {INDEX_NAME}; give a model with its weights")
     for file in sorted(set(announced.values())):
         if Path(file).name != file:
             raise ModelError(f"{index}: shard {file!r} must be a plain file name")
-        if not (folder / file).is_file():
+        if not os.path.isfile(folder / file):  # says False to a name that no file can have
             raise ModelError(f"{folder}: shard {file} is missing; download the model again")
-        present = _tensor_names(folder / file)
+        present = tensor_names(folder / file)
         lost = [name for name, where in announced.items() if where == file and name not in present]
         if lost:
             raise ModelError(f"{folder / file}: lacks {lost[0]}, which the index places there")
@@ -79,21 +94,17 @@ def load(folder: Path, spec: ModelSpec, device: torch.device, trust: Trust) -> A
     every processor. On a GPU it computes in the checkpoint's dtype.
 
     Raises:
-        ModelError: weights are missing, broken, pickled or of other shapes than the config says.
+        ModelError: weights are missing, broken, pickled, not finite or others than the config says.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    if not _is_pickled(folder):
+    pickled = is_pickled(folder)
+    if not (pickled and trust.pickle):
         weight_map(folder)
-    elif not trust.pickle:
-        raise ModelError(
-            f"{folder}: holds pickled weights only, which can run code when loaded;"
-            " convert them to safetensors or pass --allow-pickle"
-        )
+    config = _config(folder, trust)
+    _as_base(config)
     dtype = torch.float32 if device.type == "cpu" else getattr(torch, spec.dtype)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust.remote_code)
-        _as_base(config)
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -101,19 +112,19 @@ def load(folder: Path, spec: ModelSpec, device: torch.device, trust: Trust) -> A
             device_map=str(device),
             # Scaled dot-product attention drops the logit softcap without a word.
             attn_implementation="eager" if spec.softcap is not None else "sdpa",
-            use_safetensors=not trust.pickle,
+            use_safetensors=not pickled,
+            ignore_mismatched_sizes=True,  # refused below, by name
             trust_remote_code=trust.remote_code,
             output_loading_info=True,
         )
     except torch.OutOfMemoryError:
         raise ModelError(f"{folder}: does not fit into the memory of {device}; try --device cpu") from None
     except Exception as error:  # transformers raises whatever its loaders raise
-        first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ModelError(f"{folder}: cannot be loaded: {first_line}") from None
-    for what in ("missing_keys", "mismatched_keys"):
-        if info[what]:
-            first = sorted(map(str, info[what]))[0]
-            raise ModelError(f"{folder}: {len(info[what])} weights are {what.split('_')[0]}, first {first}")
+        raise ModelError(f"{folder}: cannot be loaded: {_one_line(error)}") from None
+    _require_same_weights(folder, info)
+    broken = non_finite_weight(model)
+    if broken is not None:
+        raise ModelError(f"{folder}: {_named(broken)} holds NaN or infinity; download the model again")
     return model.eval()
 
 
@@ -125,24 +136,96 @@ def load_tokenizer(folder: Path, trust: Trust) -> Any:
     """
     from transformers import AutoTokenizer
 
+    _config(folder, trust)  # AutoTokenizer reads it too, and would be blamed for a fault in it
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust.remote_code)
     except Exception as error:  # transformers raises whatever its loaders raise
-        first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ModelError(f"{folder}: has no tokenizer that can be loaded: {first_line}") from None
+        raise ModelError(f"{folder}: has no tokenizer that can be loaded: {_one_line(error)}") from None
 
 
 def non_finite_weight(model: Any) -> str | None:
     """Name of the first parameter that holds NaN or infinity."""
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not bool(parameter.isfinite().all()):
+        if not parameter.is_floating_point() or parameter.numel() == 0:
+            continue
+        # One pass without a temporary; 8-bit floats have no comparison of their own.
+        ends = (parameter.float() if parameter.itemsize == 1 else parameter).detach().aminmax()
+        if not bool(torch.stack(ends).isfinite().all()):
             return str(name)
     return None
 
 
-def _is_pickled(folder: Path) -> bool:
+def is_pickled(folder: Path) -> bool:
+    """Whether the folder holds pickled weights and no safetensors."""
     safe = (folder / SINGLE_NAME).exists() or (folder / INDEX_NAME).exists()
-    return not safe and any((folder / name).exists() for name in _PICKLED)
+    return not safe and any((folder / name).exists() for name in (_PICKLED_NAME, _PICKLED_INDEX))
+
+
+def pickled_files(folder: Path) -> list[Path]:
+    """The pickled weight files that transformers would load."""
+    if (folder / _PICKLED_NAME).exists():
+        return [folder / _PICKLED_NAME]
+    index = json.loads((folder / _PICKLED_INDEX).read_text(encoding="utf-8"))
+    return [folder / file for file in sorted(set(index["weight_map"].values()))]
+
+
+def tensor_names(path: Path) -> set[str]:
+    """Names in the header of a safetensors file, which must be whole.
+
+    Raises:
+        ModelError: it is truncated or no safetensors file.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return set(file.keys())
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelError(
+            f"{path}: is not a whole safetensors file: {_one_line(error)}; download it again"
+        ) from None
+
+
+def _config(folder: Path, trust: Trust) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust.remote_code)
+    except Exception as error:  # transformers raises whatever its loaders raise
+        raise ModelError(f"{folder / 'config.json'}: transformers refuses it: {_one_line(error)}") from None
+
+
+def _require_same_weights(folder: Path, info: dict[str, Any]) -> None:
+    """Refuse what transformers would fill with random numbers or leave out."""
+    if info["missing_keys"]:
+        first, *others = sorted(info["missing_keys"])
+        raise ModelError(f"{folder}: {_named(first)} is missing{_more(others)}; download the model again")
+    if info["mismatched_keys"]:
+        (first, found, wanted), *others = sorted(info["mismatched_keys"])
+        raise ModelError(
+            f"{folder}: {_named(first)} has shape {list(found)}, config.json wants {list(wanted)}"
+            f"{_more(others)}; is it the config of another model?"
+        )
+    unused = sorted(name for name in info["unexpected_keys"] if _LAYER_WEIGHT.search(name))
+    if unused:
+        raise ModelError(
+            f"{folder}: {_named(unused[0])} has no place in the model of config.json"
+            f"{_more(unused[1:])}; is it the config of another model?"
+        )
+
+
+def _named(weight: str) -> str:
+    found = _LAYER_WEIGHT.search(weight)
+    return f"layer {found[1]}: {weight}" if found else weight
+
+
+def _more(others: list[Any]) -> str:
+    return f" (and {len(others)} more)" if others else ""
+
+
+def _one_line(error: Exception) -> str:
+    """What a library said, without its line breaks and not without end."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= 300 else text[:297] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _as_base(config: Any) -> None:
@@ -154,11 +237,3 @@ def _as_base(config: Any) -> None:
         config.quantization_config = section | {"kv_cache_scheme": None, "dequantize": True}
     else:
         del config.quantization_config
-
-
-def _tensor_names(path: Path) -> set[str]:
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return set(file.keys())
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ModelError(f"{path}: is not a whole safetensors file: {error}; download it again") from None

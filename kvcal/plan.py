@@ -10,7 +10,7 @@ from kvcal.engines import EngineSpec
 from kvcal.errors import PlanRefused
 from kvcal.formats import KVFormat
 from kvcal.granularity import Granularity
-from kvcal.recipe import Recipe
+from kvcal.recipe import MIN_TOKENS, Recipe
 
 REFERENCE_BITS = 16  # an unquantized cache is BF16 or FP16
 
@@ -69,6 +69,11 @@ def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
     fmt = formats.get(recipe.format)
     gran = granularity.get(recipe.granularity)
     reasons = engine.refusals(model, fmt, gran)
+    if model.max_context < MIN_TOKENS:
+        reasons.append(
+            f"the model's context of {model.max_context} tokens is shorter than the {MIN_TOKENS} of a sample;"
+            " is max_position_embeddings right?"
+        )
     if reasons:
         raise PlanRefused(reasons)
     notices: list[str] = []

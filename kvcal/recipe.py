@@ -22,6 +22,8 @@ from kvcal.errors import RecipeError, UsageError
 Side = Literal["k", "v", "q"]
 SIDES: tuple[Side, ...] = ("k", "v", "q")
 
+MIN_TOKENS = 8  # of a sample that is worth a forward pass
+
 _Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 _NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
@@ -53,7 +55,7 @@ class Text(_Section):
     split: str = "train"
     column: str | None = None
     samples: Annotated[int, Field(ge=1)] = 64
-    seq_len: Annotated[int, Field(ge=8)] = 512
+    seq_len: Annotated[int, Field(ge=MIN_TOKENS)] = 512
 
 
 class Calibration(Text):
@@ -166,8 +168,8 @@ def parse_text(text: str, source: str) -> Recipe:
     """Validate a recipe given as YAML text."""
     try:
         tree = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        message = " ".join(str(error).split())
+    except Exception as error:  # PyYAML raises whatever its constructors raise
+        message = " ".join(str(error).split()) or type(error).__name__
         raise RecipeError(source, [f"not YAML: {message}"]) from None
     return parse(tree, source)
 

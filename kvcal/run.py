@@ -68,7 +68,7 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
     device = models.device_named(request.device)
     resolved, source = preflight.resolve(request.model, request.revision, recipe, narrator)
     destination = request.output or _default_output(source, resolved)
-    with bundle.staging(destination, overwrite=request.overwrite) as stage:
+    with bundle.staging(destination, overwrite=request.overwrite, base=source.folder) as stage:
         report.print_plan(narrator.console, report.plan_document(resolved, source.name))
         clock = _Clock()
         source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
@@ -243,14 +243,22 @@ def _load(
 def _text(resolved: plan.Plan, tokenizer: Any, narrator: Narrator) -> data.TokenSet:
     wanted = resolved.recipe.calibration
     found = data.load(wanted, tokenizer, "calibration", resolved.seq_len, wanted.seed)
-    for notice in found.notices:
-        narrator.notice(notice)
-    return found
+    return _usable(found, resolved, narrator)
 
 
 def _held_out_text(resolved: plan.Plan, tokenizer: Any, narrator: Narrator) -> data.TokenSet:
     wanted = resolved.recipe.evaluation
     found = data.load(wanted, tokenizer, "evaluation", resolved.evaluation_seq_len, seed=0)
+    return _usable(found, resolved, narrator)
+
+
+def _usable(found: data.TokenSet, resolved: plan.Plan, narrator: Narrator) -> data.TokenSet:
+    largest = max(map(max, found.samples))
+    if largest >= resolved.model.vocab_size:
+        raise ModelError(
+            f"the tokenizer gives token {largest}, the model's vocabulary has {resolved.model.vocab_size};"
+            " is it the tokenizer of another model?"
+        )
     for notice in found.notices:
         narrator.notice(notice)
     return found
@@ -274,7 +282,8 @@ def _evaluate(
 def _default_output(source: sources.Source, resolved: plan.Plan) -> Path:
     name = "SmolLM2-135M-Instruct" if source.kind == "demo" else Path(source.name).stem or "model"
     if source.kind in ("hub", "folder"):
-        name = Path(source.name).name
+        # A folder may have been called "."; a hub snapshot's folder is named after its commit.
+        name = source.folder.name if source.kind == "folder" else Path(source.name).name
     return Path(f"{name}-{resolved.format.name}-{resolved.granularity.name}")
 
 

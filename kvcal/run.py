@@ -109,7 +109,9 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
             (stage.records / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
             bundle.write_json(stage.records / "plan.json", report.plan_document(resolved, source.name))
             bundle.write_json(
-                stage.records / "manifest.json", _manifest(source, resolved, model, text, held_out, clock)
+                stage.records / "manifest.json",
+                _manifest(source, resolved, model, text, held_out, clock)
+                | {"sha256": bundle.hashes(stage.folder)},
             )
             bundle.write_json(stage.records / "report.json", document)
             markdown = report.markdown(document, resolved, source.name)

@@ -71,13 +71,15 @@ def locate(name: str, revision: str | None, *, weights: bool, say: Say) -> Sourc
     path = Path(name)
     if name == "demo":
         with _usable_cache():
-            return Source(name, "demo", _converted(_fetch_demo(say), _DEMO_SHA256, say), _DEMO_SHA256)
+            folder = _converted(_fetch_demo(say), _DEMO_SHA256, weights, say)
+        return Source(name, "demo", folder, _DEMO_SHA256)
     if path.suffix == ".gguf":
         if not os.path.isfile(path):
             raise ModelError(f"{name}: no such GGUF file")
         digest = _sha256(path)
         with _usable_cache():
-            return Source(name, "gguf", _converted(path, digest, say), digest)
+            folder = _converted(path, digest, weights, say)
+        return Source(name, "gguf", folder, digest)
     if os.path.isdir(path):  # unlike Path.is_dir, says False to a name that no file can have
         return Source(name, "folder", path.resolve(), None)
     if os.path.exists(path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
@@ -143,16 +145,26 @@ def _fetch_demo(say: Say) -> Path:
     return target
 
 
-def _converted(gguf: Path, digest: str, say: Say) -> Path:
-    """A safetensors folder made from the GGUF file, once per content."""
-    target = cache_folder() / "gguf" / digest[:16]
+def _converted(gguf: Path, digest: str, weights: bool, say: Say) -> Path:
+    """A folder made from the GGUF file, once per content: safetensors, or the config alone."""
+    whole = cache_folder() / "gguf" / digest[:16]
+    if whole.exists():
+        return whole
+    if not weights:
+        return _made_once(
+            whole.with_name(f"{whole.name}-config"), lambda folder: _convert_config(gguf, folder)
+        )
+    say(f"converting {gguf.name} to safetensors (once)")
+    return _made_once(whole, lambda folder: _convert(gguf, folder))
+
+
+def _made_once(target: Path, make: Callable[[Path], None]) -> Path:
     if target.exists():
         return target
-    say(f"converting {gguf.name} to safetensors (once)")
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=target.parent))
     try:
-        _convert(gguf, scratch)
+        make(scratch)
         try:
             os.rename(scratch, target)
         except OSError:
@@ -168,18 +180,38 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where, file = str(gguf.parent), gguf.name
-    try:
+    with _readable(gguf):
         model = AutoModelForCausalLM.from_pretrained(where, gguf_file=file, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=file)
-    except Exception as error:  # transformers and gguf raise whatever their readers raise
-        raise ModelError(f"{gguf}: cannot be converted: {type(error).__name__}: {error}") from None
-    # The weights are plain BF16 now; left in place, these would claim that they are still GGUF.
     model.is_quantized, model.hf_quantizer = False, None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.config.dtype = torch.bfloat16
+    _as_bfloat16(model.config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _convert_config(gguf: Path, folder: Path) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    with _readable(gguf):
+        config = AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    _as_bfloat16(config)
+    config.save_pretrained(folder)
+
+
+@contextmanager
+def _readable(gguf: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # transformers and gguf raise whatever their readers raise
+        raise ModelError(f"{gguf}: cannot be converted: {type(error).__name__}: {error}") from None
+
+
+def _as_bfloat16(config: Any) -> None:
+    """Converted weights are plain BF16; the config would go on claiming that they are GGUF."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.dtype = "bfloat16"
 
 
 @contextmanager

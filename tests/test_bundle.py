@@ -435,3 +435,14 @@ def test_a_big_base_is_linked_without_being_read(copied: Path, tmp_path: Path):
     index = read_json(tmp_path / "out" / "model.safetensors.index.json")
     assert index["metadata"]["total_size"] > size
     assert len(index["weight_map"]) == 11
+
+
+def test_the_manifest_knows_the_files_that_were_written(exported: Path):
+    manifest = json.loads((exported / "kvcal" / "manifest.json").read_text())
+    assert sorted(manifest["sha256"]) == [
+        "config.json",
+        "kvcal-scales.safetensors",
+        "model.safetensors.index.json",
+    ]
+    for name, digest in manifest["sha256"].items():
+        assert hashlib.sha256((exported / name).read_bytes()).hexdigest() == digest

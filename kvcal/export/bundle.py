@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -155,6 +156,12 @@ def base_weight_map(base: Path, added: set[str]) -> dict[str, str]:
             f"{base / found[name]}: already carries {name}; calibrate the checkpoint it was made from"
         )
     return found
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of what kvcal itself wrote; the base's shards are the base's own."""
+    written = ("config.json", models.INDEX_NAME, SCALE_SHARD)
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in written}
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -94,7 +94,7 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
             bundle.write(vllm.to_bundle(found, resolved, base_config), source.folder, stage.folder)
             findings = check.check(stage.folder, recipe.engine)
             clock.lap("export and check")
-            serve = vllm.serve_command(str(_shown(stage.destination)), resolved)
+            serve = vllm.serve_command(str(stage.destination), resolved)
             document = report.build(
                 resolved,
                 evaluation,
@@ -287,14 +287,6 @@ def _default_output(source: sources.Source, resolved: plan.Plan) -> Path:
         # A folder may have been called "."; a hub snapshot's folder is named after its commit.
         name = source.folder.name if source.kind == "folder" else Path(source.name).name
     return Path(f"{name}-{resolved.format.name}-{resolved.granularity.name}")
-
-
-def _shown(path: Path) -> Path:
-    """Relative to the working folder where that is shorter."""
-    try:
-        return path.relative_to(Path.cwd())
-    except ValueError:
-        return path
 
 
 def _manifest(

@@ -19,7 +19,8 @@ from tests import tiny
 
 def plan_for(model: Any, **fields: Any) -> plan.Plan:
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    return plan.resolve(recipe.parse(fields, "test"), arch.read(config))
+    exact = {"scale": {"rule": "amax", "headroom": 1.0}}
+    return plan.resolve(recipe.parse(exact | fields, "test"), arch.read(config))
 
 
 def token_set(lengths: list[int], seed: int = 0) -> TokenSet:

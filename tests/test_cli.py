@@ -334,7 +334,8 @@ def test_terminal_output_fits_80_columns(
     assert outcome.code == 0, outcome.stderr
     assert outcome.stdout
     for printed in (*outcome.stdout.splitlines(), *outcome.stderr.splitlines()):
-        assert len(printed) <= 80, printed
+        whole = "vllm serve" in printed or "written to" in printed  # to be copied, so never broken
+        assert whole or len(printed) <= 80, printed
 
 
 def test_evaluate_takes_its_own_text(exported: Path, tmp_path: Path, kvcal: Callable[..., Any]) -> None:

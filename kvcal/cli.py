@@ -5,20 +5,18 @@ Heavy imports happen inside the commands: ``kvcal --help`` must not wait for tor
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import sys
 import textwrap
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcal import __version__
+from kvcal import __version__, terminal
 from kvcal.errors import EXIT_CODES, CheckFailed, GateFailed, KvcalError, UsageError
 from kvcal.options import (
     CALIBRATION_FIELDS,
@@ -46,8 +44,6 @@ from kvcal.options import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvcal.recipe import Recipe
     from kvcal.run import Request
 
@@ -115,18 +111,18 @@ def calibrate(
 
     wanted = changes(ctx, CALIBRATION_FIELDS)
     request = _request(model, revision, device, trust_remote_code, allow_pickle, output, overwrite)
-    document, folder = run.run_calibrate(request, _recipe(recipe, wanted), _narrator())
+    document, folder = run.run_calibrate(request, _recipe(recipe, wanted), terminal.narrator())
     if as_json:
-        _print_json(document | {"folder": str(folder)})
+        terminal.print_json(document | {"folder": str(folder)})
     else:
-        report.print_report(_console(), document)
+        report.print_report(terminal.console(), document)
         if document["verdict"] == "pass":
-            _console().print(f"written to {folder}", highlight=False, soft_wrap=True)
+            terminal.console().print(f"written to {folder}", highlight=False, soft_wrap=True)
     failed = [g["text"] for g in document["gates"] if not g["passed"]]
     if not document["engine"]["consumed"]:
-        _fail(CheckFailed("; ".join(document["engine"]["reasons"]) + f"; records in {folder}"))
+        terminal.fail(CheckFailed("; ".join(document["engine"]["reasons"]) + f"; records in {folder}"))
     if failed:
-        _fail(GateFailed("; ".join(failed) + f"; no checkpoint was written, records are in {folder}"))
+        terminal.fail(GateFailed("; ".join(failed) + f"; no checkpoint was written, records are in {folder}"))
 
 
 @app.command()
@@ -155,12 +151,12 @@ def plan(
     from kvcal import preflight, report
 
     wanted = _recipe(recipe, changes(ctx, CALIBRATION_FIELDS))
-    resolved, source = preflight.resolve(model, revision, wanted, _narrator())
+    resolved, source = preflight.resolve(model, revision, wanted, terminal.narrator())
     document = report.plan_document(resolved, source.name)
     if as_json:
-        _print_json(document)
+        terminal.print_json(document)
     else:
-        report.print_plan(_console(), document)
+        report.print_plan(terminal.console(), document)
 
 
 @app.command()
@@ -181,14 +177,16 @@ def check(
     """
     from kvcal import report, run
 
-    findings = run.run_check(folder, engine, live=live, engine_python=engine_python, narrator=_narrator())
+    findings = run.run_check(
+        folder, engine, live=live, engine_python=engine_python, narrator=terminal.narrator()
+    )
     failed = [f for f in findings if not f.ok]
     if as_json:
-        _print_json({"ok": not failed, "findings": [vars(f) for f in findings]})
+        terminal.print_json({"ok": not failed, "findings": [vars(f) for f in findings]})
     else:
-        report.print_findings(_console(), findings)
+        report.print_findings(terminal.console(), findings)
     if failed:
-        _fail(CheckFailed(f"{folder}: {len(failed)} of {len(findings)} rules are broken"))
+        terminal.fail(CheckFailed(f"{folder}: {len(failed)} of {len(findings)} rules are broken"))
 
 
 @app.command()
@@ -211,11 +209,11 @@ def validate(
 
     wanted = changes(ctx, EVALUATION_FIELDS)
     request = _request(str(folder), device=device, trust_remote_code=trust_remote_code)
-    found = run.run_validate(folder, request, wanted, _narrator())
+    found = run.run_validate(folder, request, wanted, terminal.narrator())
     if as_json:
-        _print_json(report.validation_document(found))
+        terminal.print_json(report.validation_document(found))
     else:
-        report.print_validation(_console(), found)
+        report.print_validation(terminal.console(), found)
 
 
 @app.command()
@@ -239,12 +237,12 @@ def evaluate(
 
     wanted = changes(ctx, EVALUATION_FIELDS)
     request = _request(str(folder), device=device, trust_remote_code=trust_remote_code)
-    found = run.run_evaluate(folder, request, wanted, _narrator())
+    found = run.run_evaluate(folder, request, wanted, terminal.narrator())
     document = report.fidelity_document(found)
     if as_json:
-        _print_json(document)
+        terminal.print_json(document)
     else:
-        report.print_fidelity(_console(), document["fidelity"], document["fidelity_fp8_attention"])
+        report.print_fidelity(terminal.console(), document["fidelity"], document["fidelity_fp8_attention"])
 
 
 @bench_app.command("capture")
@@ -265,7 +263,9 @@ def bench_capture(
     from kvcal import run
 
     recipe = _recipe(None, changes(ctx, CALIBRATION_FIELDS))
-    _print_rows(run.run_bench_capture(_request(model, device=device), recipe, pairs, _narrator()), as_json)
+    terminal.print_rows(
+        run.run_bench_capture(_request(model, device=device), recipe, pairs, terminal.narrator()), as_json
+    )
 
 
 @bench_app.command("rules")
@@ -286,7 +286,9 @@ def bench_rules(
     from kvcal import run
 
     recipe = _recipe(None, changes(ctx, CALIBRATION_FIELDS))
-    _print_rows(run.run_bench_rules(_request(model, device=device), recipe, _narrator()), as_json)
+    terminal.print_rows(
+        run.run_bench_rules(_request(model, device=device), recipe, terminal.narrator()), as_json
+    )
 
 
 @recipes_app.command("list")
@@ -299,7 +301,7 @@ def recipes_list(as_json: Json = False) -> None:
 
     found = {name: recipe.load(name).description for name in recipe.shipped()}
     if as_json:
-        _print_json(found)
+        terminal.print_json(found)
     else:
         indent = max(map(len, found)) + 2
         columns = shutil.get_terminal_size().columns
@@ -320,7 +322,7 @@ def recipes_show(
 
     found = recipe.load(name)
     if as_json:
-        _print_json(found.model_dump())
+        terminal.print_json(found.model_dump())
     else:
         typer.echo(found.to_yaml(), nl=False)
 
@@ -340,14 +342,14 @@ def recipes_validate(
         recipe.load(name)
     except RecipeError as error:
         if as_json:
-            _print_json({"ok": False, "faults": error.faults})
+            terminal.print_json({"ok": False, "faults": error.faults})
         else:
             for fault in error.faults:
                 typer.echo(fault)
         count = len(error.faults)
-        _fail(UsageError(f"{name}: {count} fault{'s' if count > 1 else ''}"))
+        terminal.fail(UsageError(f"{name}: {count} fault{'s' if count > 1 else ''}"))
     if as_json:
-        _print_json({"ok": True, "faults": []})
+        terminal.print_json({"ok": True, "faults": []})
     else:
         typer.echo(f"{name}: valid")
 
@@ -360,9 +362,9 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except KvcalError as error:
-        _leave(str(error), error.exit_code)
+        terminal.leave(str(error), error.exit_code)
     except typer.TyperException as error:
-        _leave(error.format_message(), UsageError.exit_code)
+        terminal.leave(error.format_message(), UsageError.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         code = _INTERRUPTED
     except BrokenPipeError:
@@ -371,49 +373,10 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("KVCAL_TRACEBACK") == "1":
             raise
-        _leave(f"a bug in kvcal: {type(error).__name__}: {error} (KVCAL_TRACEBACK=1 shows where)", 1)
+        terminal.leave(f"a bug in kvcal: {type(error).__name__}: {error} (KVCAL_TRACEBACK=1 shows where)", 1)
     if code == _INTERRUPTED:  # typer turns an interrupt inside a command into this code, without a word
-        _leave("interrupted; nothing was left behind", _INTERRUPTED)
+        terminal.leave("interrupted; nothing was left behind", _INTERRUPTED)
     sys.exit(code or 0)
-
-
-def _leave(message: str, code: int) -> NoReturn:
-    one_line = " ".join(message.split())
-    typer.echo(f"error: {one_line}", err=True)
-    if "--json" in sys.argv[1:]:
-        _print_json({"error": {"message": one_line, "exit_code": code}})
-    sys.exit(code)
-
-
-def _fail(error: KvcalError) -> NoReturn:
-    """Leave with an error whose document is already on stdout."""
-    typer.echo(f"error: {error}", err=True)
-    raise typer.Exit(error.exit_code)
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, allow_nan=False))
-
-
-def _print_rows(rows: Sequence[Any], as_json: bool) -> None:
-    from kvcal import report
-
-    if as_json:
-        _print_json([vars(row) for row in rows])
-    else:
-        report.print_rows(_console(), rows)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console()
-
-
-def _narrator() -> Any:
-    from kvcal.progress import Narrator
-
-    return Narrator()
 
 
 def _recipe(name: str | None, changes: dict[str, Any]) -> Recipe:

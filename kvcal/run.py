@@ -225,7 +225,8 @@ def _reopen(
     recipe = recipes.load(str(records / "recipe.yaml")).override(changes)
     resolved = plan.resolve(recipe, arch.read(sources.read_config(folder)))
     found = scales.Scales.load(records / "scales.safetensors")
-    if found.layers.keys() != {layer.index for layer in resolved.layers}:
+    announced = {layer.index: set(recipes.SIDES) for layer in resolved.layers}
+    if {index: set(sides) for index, sides in found.layers.items()} != announced:
         raise ModelError(f"{folder}: its scales cover other layers than its config.json announces")
     tokenizer = models.load_tokenizer(folder, request.trust)
     model = _load(folder, resolved, models.device_named(request.device), request, narrator)

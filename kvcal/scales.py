@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from kvcal.errors import ModelError
 from kvcal.plan import Plan
 from kvcal.recipe import SIDES, ScaleRule, Side
 from kvcal.statistics import SideStatistics, Statistics
@@ -35,11 +37,18 @@ class Scales:
 
     @classmethod
     def load(cls, path: Path) -> Scales:
-        """Read what :meth:`save` wrote."""
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ModelError: the file is broken or holds something else.
+        """
         layers: dict[int, dict[Side, torch.Tensor]] = {}
-        for key, tensor in load_file(path).items():
-            _, index, side = key.split(".")
-            layers.setdefault(int(index), {})[side] = tensor
+        try:
+            for key, tensor in load_file(path).items():
+                _, index, side = key.split(".")
+                layers.setdefault(int(index), {})[side] = tensor
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelError(f"{path}: holds no scales that can be read: {error}; calibrate again") from None
         return cls(dict(sorted(layers.items())))
 
 

@@ -47,6 +47,7 @@ RANKS: dict[str, float] = {
     "report": 10.5,
     "run": 11,
     "options": 11,
+    "terminal": 11,
     "cli": 12,
     "__main__": 13,
     "vllm_probe": 0,  # runs in the engine's environment, which has no kvcal

@@ -11,8 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from kvcal import scales
+from kvcal.errors import ModelError
 from kvcal.recipe import SIDES, ScaleRule
 from kvcal.statistics import Statistics
 from tests import tiny
@@ -108,3 +110,14 @@ def test_saved_scales_come_back_equal(tmp_path: Path) -> None:
     again = scales.Scales.load(tmp_path / "scales.safetensors")
     assert list(again.layers) == list(found.layers)
     assert all(torch.equal(again.layers[i][s], found.layers[i][s]) for i in found.layers for s in SIDES)
+
+
+@pytest.mark.parametrize("content", [b"", b"no safetensors", None], ids=["empty", "garbage", "other names"])
+def test_a_broken_file_of_scales_is_refused(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "scales.safetensors"
+    if content is None:
+        save_file({"model.embed_tokens.weight": torch.zeros(2)}, path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(ModelError, match="holds no scales that can be read"):
+        scales.Scales.load(path)

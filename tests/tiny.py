@@ -1,8 +1,12 @@
-"""Tiny random models of each family, built in code: two or more layers, odd sizes, a byte-level tokenizer."""
+"""Tiny random models of each family, built in code: two or more layers, odd sizes, a byte-level tokenizer.
+
+``python -m tests.tiny FOLDER`` writes the larger random Llama that ``kvcal bench`` figures on a GPU come from.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +111,18 @@ def text(documents: int = 40) -> str:
         sentence = " ".join(words[(index * 7 + step * step) % len(words)] for step in range(90))
         paragraphs.append(f"Paragraph {index}. {sentence}.")
     return "\n\n".join(paragraphs)
+
+
+_BENCH = {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+}
+
+if __name__ == "__main__":
+    save(Path(sys.argv[1]), **_BENCH)

@@ -1,6 +1,6 @@
 """Tiny random models of each family, built in code: two or more layers, odd sizes, a byte-level tokenizer.
 
-``python -m tests.tiny FOLDER`` writes the larger random Llama that ``kvcal bench`` figures on a GPU come from.
+``python -m tests.tiny FOLDER`` writes the larger random Llama behind the GPU figures of ``kvcal bench``.
 """
 
 from __future__ import annotations

@@ -28,10 +28,6 @@ class PerTensor:
         """``(batch, heads, tokens, head_dim)`` -> ``(batch, 1, heads * tokens * head_dim)``."""
         return x.reshape(x.shape[0], 1, -1)
 
-    def to_broadcast(self, scale: Any) -> Any:
-        """``(1,)`` -> ``(1, 1, 1)``, which broadcasts over ``(heads, tokens, head_dim)``."""
-        return scale.reshape(1, 1, 1)
-
 
 @dataclass(frozen=True)
 class PerHead:
@@ -50,10 +46,6 @@ class PerHead:
         """``(batch, heads, tokens, head_dim)`` -> ``(batch * tokens, heads, 1, 1, head_dim)``."""
         batch, heads, tokens, head_dim = x.shape
         return x.transpose(1, 2).reshape(batch * tokens, heads, 1, 1, head_dim)
-
-    def to_broadcast(self, scale: Any) -> Any:
-        """``(heads, 1, 1)`` broadcasts over ``(heads, tokens, head_dim)`` as it is."""
-        return scale.reshape(-1, 1, 1)
 
 
 Granularity = PerTensor | PerHead

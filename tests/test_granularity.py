@@ -63,7 +63,7 @@ def test_per_head_rows_hold_the_elements_of_their_head(x: torch.Tensor) -> None:
 def test_broadcast_gives_each_head_its_own_scale(x: torch.Tensor) -> None:
     heads = x.shape[1]
     scale = torch.arange(1.0, heads + 1).reshape(PerHead().scale_shape(heads))
-    scaled = x * PerHead().to_broadcast(scale)
+    scaled = x * scale
     for head in range(heads):
         assert torch.equal(scaled[:, head], x[:, head] * (head + 1))
 
@@ -71,7 +71,7 @@ def test_broadcast_gives_each_head_its_own_scale(x: torch.Tensor) -> None:
 @quick
 @given(cached())
 def test_broadcast_gives_all_heads_one_scale(x: torch.Tensor) -> None:
-    assert torch.equal(x * PerTensor().to_broadcast(torch.tensor([3.0])), x * 3)
+    assert torch.equal(x * torch.full(PerTensor().scale_shape(x.shape[1]), 3.0), x * 3)
 
 
 @every_granularity

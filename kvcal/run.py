@@ -72,7 +72,7 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
         report.print_plan(narrator.console, report.plan_document(resolved, source.name))
         clock = _Clock()
         source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
-        bundle.base_weight_map(source.folder, set())
+        bundle.base_weight_map(source.folder, set(vllm.tensor_names(resolved)))  # refuse before the work
         tokenizer = models.load_tokenizer(source.folder, request.trust)
         text = _text(resolved, tokenizer, narrator)
         held_out = _held_out_text(resolved, tokenizer, narrator)

@@ -14,17 +14,15 @@ from typing import Any
 
 from kvcal.export.bundle import Bundle
 from kvcal.plan import Plan
-from kvcal.recipe import SIDES
+from kvcal.recipe import SIDES, Side
 from kvcal.scales import Scales
 
 
 def to_bundle(scales: Scales, plan: Plan, base_quantization: dict[str, Any] | None) -> Bundle:
     """Rename the scales; merge the KV scheme into the base's quantization config if it has one."""
-    suffixes = plan.engine.scale_suffixes
     tensors = {
-        f"{layer.module}.{suffixes[side]}": scales.layers[layer.index][side].float().contiguous()
-        for layer in plan.layers
-        for side in SIDES
+        name: scales.layers[index][side].float().contiguous()
+        for name, (index, side) in tensor_names(plan).items()
     }
     quantization = copy.deepcopy(base_quantization) or {
         "quant_method": "compressed-tensors",
@@ -42,6 +40,14 @@ def to_bundle(scales: Scales, plan: Plan, base_quantization: dict[str, Any] | No
         "dynamic": False,
     }
     return Bundle(tensors=tensors, quantization=quantization)
+
+
+def tensor_names(plan: Plan) -> dict[str, tuple[int, Side]]:
+    """Name of each scale in the file -> layer and side."""
+    suffixes = plan.engine.scale_suffixes
+    return {
+        f"{layer.module}.{suffixes[side]}": (layer.index, side) for layer in plan.layers for side in SIDES
+    }
 
 
 def serve_command(folder: str, plan: Plan) -> list[str]:

@@ -81,6 +81,10 @@ class LayerSpec:
     kv_heads: int
     head_dim: int
 
+    def heads_of(self, side: str) -> int:
+        """Heads of k, v or q: Q counts query heads, K and V count KV heads."""
+        return self.heads if side == "q" else self.kv_heads
+
 
 @dataclass(frozen=True)
 class ModelSpec:

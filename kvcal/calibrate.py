@@ -60,9 +60,7 @@ def calibrate(
 def _shapes(plan: Plan) -> dict[tuple[int, Side], tuple[int, int]]:
     """``(heads, head_dim)`` of every layer and side."""
     return {
-        (layer.index, side): (layer.heads if side == "q" else layer.kv_heads, layer.head_dim)
-        for layer in plan.layers
-        for side in SIDES
+        (layer.index, side): (layer.heads_of(side), layer.head_dim) for layer in plan.layers for side in SIDES
     }
 
 

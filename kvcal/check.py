@@ -74,7 +74,7 @@ def scales_of(folder: Path, engine_name: str) -> tuple[ModelSpec, dict[int, dict
     engine = engines.get(engine_name)
     return checkpoint.model, {
         layer.index: {
-            side: [float(x) for x in checkpoint.scales[_name(layer, side, engine)].flatten()]
+            side: [float(x) for x in checkpoint.scales[engine.scale_name(layer, side)].flatten()]
             for side in SIDES
         }
         for layer in checkpoint.model.layers
@@ -99,10 +99,6 @@ def _read(folder: Path) -> Checkpoint:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: is not a whole safetensors file: {error}") from None
     return Checkpoint(folder, config, model, files, weight_map, scales)
-
-
-def _name(layer: LayerSpec, side: Side, engine: EngineSpec) -> str:
-    return f"{layer.module}.{engine.scale_suffixes[side]}"
 
 
 def _scheme(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -164,7 +160,7 @@ def _index(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
 
 def _present(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
     for layer in checkpoint.model.layers:
-        lost = [side for side in SIDES if _name(layer, side, engine) not in checkpoint.scales]
+        lost = [side for side in SIDES if engine.scale_name(layer, side) not in checkpoint.scales]
         if lost:
             names = ", ".join(engine.scale_suffixes[side] for side in lost)
             yield f"layer {layer.index} has no {names}; vLLM would serve 1.0 without a word"
@@ -172,7 +168,7 @@ def _present(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
 
 def _known_names(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
     layers = checkpoint.model.layers
-    expected = {_name(layer, side, engine) for layer in layers for side in SIDES}
+    expected = {engine.scale_name(layer, side) for layer in layers for side in SIDES}
     # Nothing else lies directly in an attention module, so whatever does is a scale with a slip in its name.
     modules = {layer.module for layer in layers}
     inside = {n for names in checkpoint.files.values() for n in names if n.rpartition(".")[0] in modules}
@@ -185,8 +181,7 @@ def _shapes(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
     if gran is None:
         return
     for layer, side, name, scale in _scales(checkpoint, engine):
-        heads = layer.heads if side == "q" else layer.kv_heads
-        wanted = torch.Size(gran.scale_shape(heads))
+        wanted = torch.Size(gran.scale_shape(layer.heads_of(side)))
         if scale.dtype != torch.float32:
             yield f"{name} is {scale.dtype}, must be torch.float32"
         if scale.shape != wanted:
@@ -210,7 +205,7 @@ def _scales(
 ) -> Iterator[tuple[LayerSpec, Side, str, torch.Tensor]]:
     for layer in checkpoint.model.layers:
         for side in SIDES:
-            name = _name(layer, side, engine)
+            name = engine.scale_name(layer, side)
             if name in checkpoint.scales:
                 yield layer, side, name, checkpoint.scales[name]
 

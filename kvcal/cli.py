@@ -356,7 +356,7 @@ def recipes_validate(
 
 def main() -> None:
     """Entry point: every error leaves as one line and its exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is ended cleans up like Ctrl-C
     if not sys.warnoptions:
         warnings.filterwarnings("ignore")  # advice of libraries to their own users
     try:

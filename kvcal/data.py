@@ -123,15 +123,21 @@ def load(text: Text, tokenizer: Any, role: Role, seq_len: int, seed: int) -> Tok
 
 def belongs_to(document: Document) -> Role:
     """The part a document falls into, from its content alone."""
-    digest = hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).digest()
+    return _part(_digest(document))
+
+
+def _digest(document: Document) -> bytes:
+    return hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).digest()
+
+
+def _part(digest: bytes) -> Role:
     return "evaluation" if digest[0] % _EVALUATION_SHARE == 0 else "calibration"
 
 
 def _select(documents: list[Document], role: Role) -> list[Document]:
     """Documents of one part, in an order that depends on content only."""
-    keyed = {json.dumps(d, sort_keys=True, default=str): d for d in documents}
-    mine = [key for key, d in keyed.items() if belongs_to(d) == role]
-    return [keyed[key] for key in sorted(mine, key=lambda key: hashlib.sha256(key.encode()).digest())]
+    keyed = {_digest(d): d for d in documents}
+    return [keyed[digest] for digest in sorted(keyed) if _part(digest) == role]
 
 
 def _unseen(held_out: list[Document], others: list[Document]) -> list[Document]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcal.arch import ModelSpec
+from kvcal.arch import LayerSpec, ModelSpec
 from kvcal.errors import UsageError
 from kvcal.formats import KVFormat
 from kvcal.granularity import Granularity
@@ -37,6 +37,10 @@ class EngineSpec:
     base_quant_methods: tuple[str, ...]
     scale_suffixes: dict[str, str]
     backends: dict[str, str]
+
+    def scale_name(self, layer: LayerSpec, side: str) -> str:
+        """Name of the tensor that holds the scale of k, v or q."""
+        return f"{layer.module}.{self.scale_suffixes[side]}"
 
     def refusals(self, model: ModelSpec, fmt: KVFormat, granularity: Granularity) -> list[str]:
         """Why this engine would not consume the scales; empty if it would."""

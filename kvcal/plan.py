@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvcal import engines, formats, granularity
@@ -10,7 +11,7 @@ from kvcal.engines import EngineSpec
 from kvcal.errors import PlanRefused
 from kvcal.formats import KVFormat
 from kvcal.granularity import Granularity
-from kvcal.recipe import MIN_TOKENS, Recipe
+from kvcal.recipe import MIN_TOKENS, SIDES, Recipe
 
 REFERENCE_BITS = 16  # an unquantized cache is BF16 or FP16
 
@@ -45,12 +46,10 @@ class Plan:
     @property
     def scale_bytes(self) -> int:
         """Bytes of all K, V and Q scales together, whatever the number of tokens."""
-        counts = (
-            2 * _count(self.granularity.scale_shape(layer.kv_heads))
-            + _count(self.granularity.scale_shape(layer.heads))
-            for layer in self.layers
+        shapes = (
+            self.granularity.scale_shape(layer.heads_of(side)) for layer in self.layers for side in SIDES
         )
-        return 4 * sum(counts)
+        return 4 * sum(math.prod(shape) for shape in shapes)
 
     @property
     def bits_per_element(self) -> float:
@@ -97,10 +96,3 @@ def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
         evaluation_seq_len=lengths["evaluation"],
         notices=tuple(notices),
     )
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -33,8 +33,7 @@ def build(
     serve: Sequence[str],
 ) -> Report:
     """The document behind ``report.json``; README lists its keys."""
-    consumed = all(f.ok for f in findings)
-    passed = consumed and all(g.passed for g in gates)
+    passed = all(f.ok for f in findings) and all(g.passed for g in gates)
     return {
         "verdict": "pass" if passed else "fail",
         "gates": [
@@ -50,19 +49,9 @@ def build(
             "tokens": validation.tokens,
             "implementation": validation.implementation,
         },
-        "bits_per_element": plan.bits_per_element,
-        "bytes_per_token": {
-            "reference": plan.bytes_per_token_reference,
-            "quantized": plan.bytes_per_token_quantized,
-        },
+        **_size(plan),
         "layers": [_layer(index, sides, validation) for index, sides in sorted(summaries.items())],
-        "engine": {
-            "name": plan.engine.name,
-            "version": plan.engine.version,
-            "consumed": consumed,
-            "reasons": [f"{f.rule}: {f.message}" for f in findings if not f.ok]
-            or [f"served by {plan.engine.backends[plan.granularity.name]}"],
-        },
+        "engine": _engine(plan, [f"{f.rule}: {f.message}" for f in findings if not f.ok]),
         "serve": shlex.join(serve),
     }
 
@@ -81,20 +70,31 @@ def plan_document(plan: Plan, source_name: str) -> Report:
         "max_context": plan.model.max_context,
         "format": plan.format.name,
         "granularity": plan.granularity.name,
+        **_size(plan),
+        "scale_bytes": plan.scale_bytes,
+        "engine": _engine(plan, broken=[]),
+        "calibration_tokens_at_most": plan.recipe.calibration.samples * plan.seq_len,
+        "notices": list(plan.notices),
+    }
+
+
+def _size(plan: Plan) -> Report:
+    return {
         "bits_per_element": plan.bits_per_element,
         "bytes_per_token": {
             "reference": plan.bytes_per_token_reference,
             "quantized": plan.bytes_per_token_quantized,
         },
-        "scale_bytes": plan.scale_bytes,
-        "engine": {
-            "name": plan.engine.name,
-            "version": plan.engine.version,
-            "consumed": True,
-            "reasons": [f"served by {plan.engine.backends[plan.granularity.name]}"],
-        },
-        "calibration_tokens_at_most": plan.recipe.calibration.samples * plan.seq_len,
-        "notices": list(plan.notices),
+    }
+
+
+def _engine(plan: Plan, broken: list[str]) -> Report:
+    """``broken`` lists the rules of the engine's contract that the files break."""
+    return {
+        "name": plan.engine.name,
+        "version": plan.engine.version,
+        "consumed": not broken,
+        "reasons": broken or [f"served by {plan.engine.backends[plan.granularity.name]}"],
     }
 
 

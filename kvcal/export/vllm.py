@@ -44,9 +44,8 @@ def to_bundle(scales: Scales, plan: Plan, base_quantization: dict[str, Any] | No
 
 def tensor_names(plan: Plan) -> dict[str, tuple[int, Side]]:
     """Name of each scale in the file -> layer and side."""
-    suffixes = plan.engine.scale_suffixes
     return {
-        f"{layer.module}.{suffixes[side]}": (layer.index, side) for layer in plan.layers for side in SIDES
+        plan.engine.scale_name(layer, side): (layer.index, side) for layer in plan.layers for side in SIDES
     }
 
 

@@ -14,27 +14,68 @@ from typing import Any, Literal
 from kvcal.errors import ModelError, PlanRefused
 
 LayerKind = Literal["full", "sliding"]
+Rope = Literal["half", "interleaved", "none"]
+QkNorm = Literal["none", "head", "full"]
 
 _MAX_LAYERS = 10_000
+_MAX_HEAD_DIM = 65_536
 _LAYER_KINDS: dict[str, LayerKind] = {"full_attention": "full", "sliding_attention": "sliding"}
 
 
 @dataclass(frozen=True)
+class Projections:
+    """Where an attention block keeps its weights: module paths relative to :attr:`LayerSpec.module`.
+
+    Weights are ``(out, in)``. Rows of ``q``, ``k`` and ``v`` and columns of ``o`` run over heads, then over
+    the channels of a head. ``fused`` says that ``q``, ``k`` and ``v`` name one module: with ``blocks`` its
+    rows are all of Q, then all of K, then all of V; with ``heads`` they are ``[head][q, k, v][channel]``.
+    Which of the modules carry a bias is for the checkpoint to say.
+    """
+
+    q: str = "q_proj"
+    k: str = "k_proj"
+    v: str = "v_proj"
+    o: str = "o_proj"
+    fused: Literal["no", "blocks", "heads"] = "no"
+
+
+@dataclass(frozen=True)
 class Family:
-    """What holds for every model of one ``model_type``.
+    """What holds for every model of one ``model_type``; the facts are those of transformers' modeling file.
 
     ``attention_module`` is the module path of a layer's attention block; ``defaults`` are what
     transformers takes for fields that a config may leave out.
+
+    ``rope`` is the pairing of the layers that have positions: every layer (``all``), only those with a
+    sliding window (``sliding``), or the same unless the model has no window at all (``hybrid``).
+    ``rotary_factor`` is the share of a head's channels that rotates where the config, under
+    ``rotary_field`` or in its RoPE section, does not say; None for families whose code rotates them all.
+
+    ``qk_norm``, ``norm_adds_one``, ``q_norm`` and ``k_norm`` are those of :class:`ModelSpec`. ``refused``
+    has the config fields that must not be set, as no :class:`ModelSpec` can describe the outcome, with why.
     """
 
     model_type: str
     attention_module: str = "model.layers.{index}.self_attn"
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    projections: Projections = Projections()
+    rope: Literal["half", "interleaved"] = "half"
+    rope_layers: Literal["all", "sliding", "hybrid"] = "all"
+    rotary_factor: float | None = None
+    rotary_field: str = "partial_rotary_factor"
+    qk_norm: QkNorm = "none"
+    norm_adds_one: bool = False
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 # Qwen: a window that is only used on request, and then from one layer on.
 _OPTIONAL_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 _GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
+_EVERY_FOURTH_FULL = {"sliding_window": 4096, "sliding_window_pattern": 4}
+# vLLM does not implement them either.
+_QK_LAYERNORM = {"qk_layernorm": "LayerNorms of Q and K, with a mean and a bias, are not handled"}
 
 
 FAMILIES: dict[str, Family] = {
@@ -45,14 +86,58 @@ FAMILIES: dict[str, Family] = {
         Family("mixtral", defaults={"num_key_value_heads": 8}),
         Family("qwen2", defaults={"num_key_value_heads": 32} | _OPTIONAL_WINDOW),
         Family("qwen2_moe", defaults={"num_key_value_heads": 16, "use_sliding_window": False}),
-        Family("qwen3", defaults={"num_key_value_heads": 32, "head_dim": 128} | _OPTIONAL_WINDOW),
-        Family("qwen3_moe", defaults={"num_key_value_heads": 4, "use_sliding_window": False}),
-        Family("gemma2", defaults=_GEMMA | {"sliding_window_pattern": 2, "attn_logit_softcapping": 50.0}),
-        Family("gemma3_text", defaults=_GEMMA | {"sliding_window_pattern": 6}),
-        Family("phi3"),
-        Family("olmo2"),
+        Family(
+            "qwen3",
+            defaults={"num_key_value_heads": 32, "head_dim": 128} | _OPTIONAL_WINDOW,
+            qk_norm="head",
+        ),
+        Family(
+            "qwen3_moe",
+            defaults={"num_key_value_heads": 4, "use_sliding_window": False},
+            qk_norm="head",
+        ),
+        Family(
+            "gemma2",
+            defaults=_GEMMA | {"sliding_window_pattern": 2, "attn_logit_softcapping": 50.0},
+            norm_adds_one=True,
+        ),
+        Family(
+            "gemma3_text",
+            defaults=_GEMMA | {"sliding_window_pattern": 6},
+            qk_norm="head",
+            norm_adds_one=True,
+        ),
+        Family(
+            "phi3",
+            projections=Projections(q="qkv_proj", k="qkv_proj", v="qkv_proj", fused="blocks"),
+            rotary_factor=1.0,
+        ),
+        Family("olmo2", qk_norm="full"),
         Family("granite"),
         Family("starcoder2", defaults={"num_key_value_heads": 2}),
+        Family("cohere2", defaults=_EVERY_FOURTH_FULL, rope="interleaved", rope_layers="sliding"),
+        Family(
+            "stablelm",
+            defaults={"num_key_value_heads": 32},
+            rotary_factor=0.25,
+            refused=_QK_LAYERNORM,
+        ),
+        Family(
+            "gpt_neox",
+            attention_module="gpt_neox.layers.{index}.attention",
+            projections=Projections(
+                q="query_key_value", k="query_key_value", v="query_key_value", o="dense", fused="heads"
+            ),
+            rotary_factor=0.25,
+            rotary_field="rotary_pct",
+        ),
+        Family("phi", projections=Projections(o="dense"), rotary_factor=0.5, refused=_QK_LAYERNORM),
+        Family(
+            "exaone4",
+            defaults={"num_key_value_heads": 32} | _EVERY_FOURTH_FULL,
+            rope_layers="hybrid",
+            qk_norm="head",
+        ),
     )
 }
 
@@ -72,7 +157,12 @@ _REFUSED_FAMILIES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One attention layer and the cache it owns."""
+    """One attention layer and the cache it owns.
+
+    Of each head's channels the first ``rotary_dim`` rotate, in pairs: channel ``i`` with
+    ``i + rotary_dim / 2`` (``half``) or ``2i`` with ``2i + 1`` (``interleaved``). A layer without positions
+    has ``rope`` ``none`` and ``rotary_dim`` 0.
+    """
 
     index: int
     kind: LayerKind
@@ -80,6 +170,22 @@ class LayerSpec:
     heads: int
     kv_heads: int
     head_dim: int
+    rope: Rope
+    rotary_dim: int
+
+    @property
+    def channel_ties(self) -> tuple[int, ...]:
+        """``head_dim`` numbers, dense from 0; channels that RoPE turns into each other share one.
+
+        K and Q may be multiplied by a factor per channel before RoPE as well as after it, with the same
+        result, only where tied channels have the same factor.
+        """
+        pairs = self.rotary_dim // 2
+        if self.rope == "interleaved":
+            rotating = [channel // 2 for channel in range(self.rotary_dim)]
+        else:
+            rotating = [*range(pairs), *range(pairs)]
+        return (*rotating, *range(pairs, pairs + self.head_dim - self.rotary_dim))
 
     def heads_of(self, side: str) -> int:
         """Heads of k, v or q: Q counts query heads, K and V count KV heads."""
@@ -88,7 +194,13 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Geometry of a decoder as its config announces it."""
+    """Geometry of a decoder as its config announces it, and what its code does to Q and K on the way.
+
+    ``qk_norm`` is the RMS norm that Q and K go through before RoPE: none, over each head with one gain
+    vector of ``head_dim`` that all heads share (``head``), or over all heads at once with a gain for each
+    head's channels (``full``). Its gains are the weights of the modules ``q_norm`` and ``k_norm``, paths
+    relative to :attr:`LayerSpec.module`. ``norm_adds_one``: all norms multiply by ``1 + weight``.
+    """
 
     model_type: str
     architecture: str
@@ -99,6 +211,11 @@ class ModelSpec:
     softcap: float | None
     sliding_window: int | None
     quant_method: str | None
+    projections: Projections
+    qk_norm: QkNorm
+    norm_adds_one: bool
+    q_norm: str
+    k_norm: str
     layers: tuple[LayerSpec, ...]
 
     @property
@@ -112,7 +229,7 @@ def read(config: Mapping[str, Any]) -> ModelSpec:
 
     Raises:
         ModelError: a field is missing or cannot be meant.
-        PlanRefused: the family is not one that kvcal handles.
+        PlanRefused: the family, or what the config makes of it, is not one that kvcal handles.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -122,6 +239,10 @@ def read(config: Mapping[str, Any]) -> ModelSpec:
         why = _REFUSED_FAMILIES.get(model_type, "is not a family kvcal knows")
         raise PlanRefused([f"model_type {model_type!r} {why}; handled: {', '.join(sorted(FAMILIES))}"])
 
+    refused = [f"{key}: {why}" for key, why in family.refused.items() if config.get(key)]
+    if refused:
+        raise PlanRefused([f"model_type {model_type!r} with {reason}" for reason in refused])
+
     config = {**family.defaults, **config}
     hidden_size = _positive_int(config, "hidden_size")
     layer_count = _positive_int(config, "num_hidden_layers")
@@ -129,7 +250,8 @@ def read(config: Mapping[str, Any]) -> ModelSpec:
         raise ModelError(f"config.json: num_hidden_layers is {layer_count}, more than any model has")
     heads = _positive_int(config, "num_attention_heads")
     kv_heads = heads
-    if config.get("num_key_value_heads") is not None:
+    # Rows that go head by head through Q, K and V leave no room for fewer KV heads.
+    if config.get("num_key_value_heads") is not None and family.projections.fused != "heads":
         kv_heads = _positive_int(config, "num_key_value_heads")
     if heads % kv_heads:
         raise ModelError(f"config.json: {heads} attention heads do not divide into {kv_heads} KV heads")
@@ -139,8 +261,15 @@ def read(config: Mapping[str, Any]) -> ModelSpec:
         raise ModelError(f"config.json: hidden_size {hidden_size} does not divide into {heads} heads")
     else:
         head_dim = hidden_size // heads
+    if head_dim > _MAX_HEAD_DIM:
+        raise ModelError(f"config.json: head_dim is {head_dim}, more than any model has")
 
+    rotary_dim = _rotary_dim(config, family, head_dim)
     kinds = _layer_kinds(config, layer_count)
+    everywhere = family.rope_layers == "all" or (
+        family.rope_layers == "hybrid" and _sliding_window(config) is None
+    )
+    rotates = [everywhere or kind == "sliding" for kind in kinds]
     return ModelSpec(
         model_type=model_type,
         architecture=_architecture(config),
@@ -151,6 +280,11 @@ def read(config: Mapping[str, Any]) -> ModelSpec:
         softcap=_optional_float(config, "attn_logit_softcapping"),
         sliding_window=_sliding_window(config),
         quant_method=_quant_method(config),
+        projections=family.projections,
+        qk_norm=family.qk_norm,
+        norm_adds_one=family.norm_adds_one,
+        q_norm=family.q_norm,
+        k_norm=family.k_norm,
         layers=tuple(
             LayerSpec(
                 index=index,
@@ -159,6 +293,8 @@ def read(config: Mapping[str, Any]) -> ModelSpec:
                 heads=heads,
                 kv_heads=kv_heads,
                 head_dim=head_dim,
+                rope=family.rope if rotates[index] else "none",
+                rotary_dim=rotary_dim if rotates[index] else 0,
             )
             for index in range(layer_count)
         ),
@@ -221,6 +357,40 @@ def _sliding_window(config: Mapping[str, Any]) -> int | None:
     if value is None or config.get("use_sliding_window") is False:
         return None
     return _positive_int(config, "sliding_window")
+
+
+def _rotary_dim(config: Mapping[str, Any], family: Family, head_dim: int) -> int:
+    """Channels of a head that rotate, rounded as transformers rounds them."""
+    factor = _rotary_factor(config, family)
+    if family.rotary_factor is None and factor != 1.0:
+        # transformers rotates all channels of these whatever the config says, vLLM does not.
+        raise PlanRefused(
+            [f"model_type {family.model_type!r} with {family.rotary_field} {factor}: it rotates all channels"]
+        )
+    rotary_dim = int(head_dim * factor)
+    if rotary_dim == 0 or rotary_dim % 2:
+        raise ModelError(
+            f"config.json: {rotary_dim} of a head's {head_dim} channels rotate, which do not pair up"
+        )
+    return rotary_dim
+
+
+def _rotary_factor(config: Mapping[str, Any], family: Family) -> float:
+    # Configs of an earlier transformers have the section as rope_scaling, and that one goes first.
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    section = config.get(key) or {}
+    if not isinstance(section, Mapping):
+        raise ModelError(f"config.json: {key} must be a section, found {section!r}")
+    # gemma3 has a section per kind of layer.
+    sections = [section, *(inner for inner in section.values() if isinstance(inner, Mapping))]
+    found: list[Any] = [inner.get("partial_rotary_factor") for inner in sections]
+    if all(value is None for value in found):
+        found = [config.get(family.rotary_field)]
+    given = [value for value in found if value is not None]
+    for value in given:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            raise ModelError(f"config.json: {family.rotary_field} must lie in (0, 1], found {value!r}")
+    return min(map(float, given), default=family.rotary_factor or 1.0)
 
 
 def _quant_method(config: Mapping[str, Any]) -> str | None:

@@ -23,12 +23,13 @@ def test_plan_to_check(
     family: str, tmp_path: Path, kvcal: Callable[..., Any], small: tuple[str, ...]
 ) -> None:
     folder, output = tiny.save(tmp_path / "model", family), tmp_path / "out"
+    kv_heads = 6 if family == "gpt_neox" else 2
     options = ("--granularity", "per_head", "--json")
     planned = kvcal("plan", "--model", folder, *options, *small)
     assert planned.code == 0, planned.stderr
     assert planned.document["bytes_per_token"] == {
-        "reference": 3 * 2 * 2 * 16 * 2,
-        "quantized": 3 * 2 * 2 * 16,
+        "reference": 3 * 2 * kv_heads * 16 * 2,
+        "quantized": 3 * 2 * kv_heads * 16,
     }
 
     done = kvcal("calibrate", "--model", folder, "--output", output, *options, *small)
@@ -39,8 +40,7 @@ def test_plan_to_check(
     assert 0 < report["attention_error"]["worst"] < 0.2
 
     written = load_file(output / "kvcal-scales.safetensors")
-    assert sorted(written) == sorted(
-        f"model.layers.{i}.self_attn.{side}_scale" for i in range(3) for side in "kvq"
-    )
+    module = "gpt_neox.layers.{}.attention" if family == "gpt_neox" else "model.layers.{}.self_attn"
+    assert sorted(written) == sorted(f"{module.format(i)}.{side}_scale" for i in range(3) for side in "kvq")
     assert json.loads((output / "config.json").read_text())["quantization_config"]["config_groups"] == {}
     assert kvcal("check", output).code == 0

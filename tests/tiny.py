@@ -53,13 +53,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "granite": {"attention_multiplier": 0.3},
     "starcoder2": {"sliding_window": None},
+    "cohere2": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "stablelm": {"use_qkv_bias": True},
+    # Its heads have K and V of their own; the common field means nothing here.
+    "gpt_neox": {"num_key_value_heads": None},
+    "phi": {},
+    "exaone4": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
 }
+
+
+def fields(family: str, **changes: Any) -> dict[str, Any]:
+    """What the ``config.json`` of a tiny model says, as somebody would write it by hand."""
+    return _COMMON | FAMILIES[family] | changes
 
 
 def build_model(family: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
     """A model with weights large enough that K, V and Q are far from zero and attention is not flat."""
-    settings = _COMMON | FAMILIES[family] | changes
-    config = CONFIG_MAPPING[family](**settings)
+    config = CONFIG_MAPPING[family](**fields(family, **changes))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

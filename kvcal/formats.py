@@ -3,14 +3,19 @@
 Add a format by adding a row to :data:`FORMATS`, its rounding to ``kernels/reference`` and its
 engine names to ``engines``.
 
+A static format has fixed scales that kvcal computes; a dynamic one is scaled by the engine, per token and
+head, with no knowledge of the model: all that calibration can do for it is done in the weights.
+
 >>> fp8 = get("fp8")
 >>> fp8.name, fp8.max, fp8.min_normal == 2**-6, fp8.min_subnormal == 2**-9
 ('fp8_e4m3', 448.0, True, True)
+>>> [f.name for f in FORMATS if f.dynamic]
+['int8_per_token_head', 'fp8_per_token_head', 'int4_per_token_head']
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcal.errors import UsageError
 
@@ -20,8 +25,10 @@ class KVFormat:
     """How one cached element is stored.
 
     ``max`` is the largest finite magnitude; values beyond it saturate. ``min_normal`` and
-    ``min_subnormal`` are the smallest magnitudes with full and with any precision. The static scale
-    is the dequantization multiplier ``amax / max`` (float32).
+    ``min_subnormal`` are the smallest magnitudes with full and with any precision, of integers both 1. The
+    static scale is the dequantization multiplier ``amax / max`` (float32). ``dynamic`` formats store
+    ``scale_bits`` beside the codes of one token and head; ``rotated`` ones store the vector after a
+    randomized Hadamard transform.
     """
 
     name: str
@@ -32,12 +39,23 @@ class KVFormat:
     max: float
     min_normal: float
     min_subnormal: float
-    storage_dtype: str  # attribute of torch
+    storage_dtype: str  # attribute of torch; uint8 holds two codes of 4 bits
     scale_dtype: str
+    dynamic: bool = False
+    rotated: bool = False
+    scale_bits: int = 0
+
+    @property
+    def integer(self) -> bool:
+        """Codes are integers, evenly spaced."""
+        return self.exponent_bits == 0
 
     @property
     def rounds_to_zero(self) -> float:
-        """Magnitudes up to and including this one are stored as 0 (ties go to even)."""
+        """Magnitudes below this one are stored as 0; so is this one, unless the format is ``integer``.
+
+        Floats round ties to even, the engine's integers away from zero.
+        """
         return self.min_subnormal / 2
 
 
@@ -54,7 +72,40 @@ FP8_E4M3 = KVFormat(
     scale_dtype="float32",
 )
 
-FORMATS: tuple[KVFormat, ...] = (FP8_E4M3,)
+# vLLM's modes of these names (v1/attention/ops/triton_reshape_and_cache_flash.py, int4_per_token_head.py).
+INT8_PER_TOKEN_HEAD = KVFormat(
+    name="int8_per_token_head",
+    aliases=(),
+    bits=8,
+    exponent_bits=0,
+    mantissa_bits=7,
+    max=127.0,
+    min_normal=1.0,
+    min_subnormal=1.0,
+    storage_dtype="int8",
+    scale_dtype="float32",
+    dynamic=True,
+    scale_bits=32,
+)
+FP8_PER_TOKEN_HEAD = replace(FP8_E4M3, name="fp8_per_token_head", aliases=(), dynamic=True, scale_bits=32)
+# Codes 0 to 15 around a zero point, which the engine hides in the low bits of the scale.
+INT4_PER_TOKEN_HEAD = KVFormat(
+    name="int4_per_token_head",
+    aliases=(),
+    bits=4,
+    exponent_bits=0,
+    mantissa_bits=4,
+    max=15.0,
+    min_normal=1.0,
+    min_subnormal=1.0,
+    storage_dtype="uint8",
+    scale_dtype="float32",
+    dynamic=True,
+    rotated=True,
+    scale_bits=32,
+)
+
+FORMATS: tuple[KVFormat, ...] = (FP8_E4M3, INT8_PER_TOKEN_HEAD, FP8_PER_TOKEN_HEAD, INT4_PER_TOKEN_HEAD)
 
 
 def names() -> list[str]:
@@ -65,9 +116,9 @@ def names() -> list[str]:
 def get(name: str) -> KVFormat:
     """Look a format up by name or alias.
 
-    >>> get("int5")
+    >>> get("int5")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    kvcal.errors.UsageError: unknown format 'int5'; known: fp8_e4m3, fp8
+    kvcal.errors.UsageError: unknown format 'int5'; known: fp8_e4m3, int8_per_token_head, ...
     """
     for fmt in FORMATS:
         if name == fmt.name or name in fmt.aliases:

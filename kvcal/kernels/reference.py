@@ -36,6 +36,68 @@ def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: KVFormat) -> 
     return dequantize(quantize(x, scale, fmt), scale).to(x.dtype)
 
 
+def hadamard_order(size: int) -> int:
+    """The largest power of two that divides ``size``: the order of the blocks that rotate such a vector."""
+    return size & -size
+
+
+def hadamard(x: torch.Tensor, *, normalized: bool = True) -> torch.Tensor:
+    """``y = x B`` over the last dimension, ``B`` block-diagonal with equal Hadamard matrices ``H / √n``.
+
+    ``H`` is Sylvester's: ``H[i, j] = (-1) ** popcount(i & j)``, of order ``n =`` :func:`hadamard_order`: 96
+    channels turn in 3 blocks of 32, an odd number not at all. ``B`` is symmetric and orthonormal, hence its
+    own inverse.
+
+    Args:
+        x: ``(..., size)``. The ``log2(n)`` rounds of sums and differences are rounded in its dtype, the
+            nearest channels first; intermediate values grow to ``√n`` times the result.
+        normalized: divide by ``√n``; without it rows have length ``√n`` and small integers stay exact.
+
+    Returns:
+        The rotated vectors, in the shape and dtype of ``x``.
+    """
+    size = x.shape[-1]
+    order = hadamard_order(size)
+    y, stride = x, 1
+    while stride < order:
+        pairs = y.reshape(*x.shape[:-1], size // (2 * stride), 2, stride)
+        near, far = pairs.unbind(-2)
+        y = torch.stack((near + far, near - far), dim=-2).reshape(x.shape)
+        stride *= 2
+    return y * order**-0.5 if normalized else y
+
+
+def random_signs(size: int, seed: int) -> torch.Tensor:
+    """``(size,)`` float32 of ±1, each as likely, drawn on the CPU: a seed means the same on every device."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return 2 * torch.bernoulli(torch.full((size,), 0.5), generator=generator) - 1
+
+
+def random_hadamard(
+    x: torch.Tensor, signs: torch.Tensor, *, inverse: bool = False, normalized: bool = True
+) -> torch.Tensor:
+    """``y = x D B``: signs, then :func:`hadamard`. The inverse is ``x = y B D``, since both undo themselves.
+
+    A Hadamard transform alone would send a vector that alternates like one of its rows to a single channel;
+    random signs make that unlikely for every vector there is.
+
+    Args:
+        x: ``(..., size)``.
+        signs: the diagonal of ``D``, ``(n,)`` of ±1; ``n`` divides ``size`` and the signs repeat.
+        inverse: undo the transform of the same ``signs`` and ``normalized``.
+        normalized: without it the transform is ``√order`` times the orthonormal one, and its inverse by as
+            much smaller.
+
+    Returns:
+        In the shape and dtype of ``x``.
+    """
+    diagonal = signs.to(x).repeat(x.shape[-1] // len(signs))
+    if not inverse:
+        return hadamard(x * diagonal, normalized=normalized)
+    back = hadamard(x, normalized=normalized) * diagonal
+    return back if normalized else back / hadamard_order(x.shape[-1])
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

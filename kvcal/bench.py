@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kvcal import calibrate, evaluate, scales
+from kvcal.cache import QuantizedCache
 from kvcal.data import TokenSet
 from kvcal.plan import Plan
 from kvcal.recipe import ScaleRule
@@ -102,12 +103,9 @@ def scale_rules(model: Any, plan: Plan, tokens: TokenSet, on_tokens: Callable[[i
     statistics = calibrate.calibrate(model, plan, setting, on_tokens=on_tokens)
     rows = []
     for rule in RULES:
-        found = scales.compute(statistics, plan, rule)
-        if rule is None:
-            found = scales.Scales(
-                {i: {s: torch.ones_like(t) for s, t in of.items()} for i, of in found.layers.items()}
-            )
-        fidelity = evaluate.evaluate(model, plan, found, judging, on_tokens=on_tokens).cache
+        found = scales.unit(plan) if rule is None else scales.compute(statistics, plan, rule)
+        cache = QuantizedCache(plan.format, found)
+        fidelity = evaluate.evaluate(model, plan, cache, judging, on_tokens=on_tokens).cache
         rows.append(
             RuleRow(
                 rule=rule.rule if rule else "scale 1.0",

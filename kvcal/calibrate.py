@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvcal import capture, models
+from kvcal import capture, formats, models
 from kvcal.data import TokenSet
 from kvcal.errors import ModelError, StatisticsError
 from kvcal.plan import Plan
@@ -33,7 +33,8 @@ def calibrate(
         ModelError: a layer's tensors have other shapes than ``config.json`` announced.
     """
     shapes = _shapes(plan)
-    collector = Collector(shapes, None if extremes_only else plan.format, model.device)
+    # Counts are those of FP8 at scale 1.0, whatever the format: that is where range matters.
+    collector = Collector(shapes, None if extremes_only else formats.FP8_E4M3, model.device)
     keep: torch.Tensor | None = None
 
     def observe(call: capture.AttentionCall) -> None:

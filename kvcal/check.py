@@ -6,6 +6,7 @@ vLLM's compressed-tensors loader accepts zero, NaN, missing and over-long scales
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -18,9 +19,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvcal import arch, engines, formats, granularity, models, sources
+from kvcal import recipe as recipes
 from kvcal.arch import LayerSpec, ModelSpec
 from kvcal.engines import EngineSpec
 from kvcal.errors import KvcalError, ModelError, UsageError
+from kvcal.export import bundle, folded
 from kvcal.granularity import Granularity
 from kvcal.recipe import SIDES, Side
 
@@ -50,6 +53,12 @@ class Checkpoint:
     files: dict[str, list[str]]  # shard -> tensors in it
     weight_map: dict[str, str]
     scales: dict[str, torch.Tensor]
+    folds: folded.Record | None
+
+    @property
+    def announces_scales(self) -> bool:
+        """Whether static scales are part of it; a folded checkpoint may do without."""
+        return self.folds is None or bool(_scheme(self)) or bool(self.scales)
 
 
 def check(folder: Path, engine_name: str) -> list[Finding]:
@@ -62,23 +71,31 @@ def check(folder: Path, engine_name: str) -> list[Finding]:
     except KvcalError as error:
         return [Finding("files are readable", False, str(error))]
     findings = [Finding("files are readable", True, f"{len(checkpoint.files)} shards")]
-    for rule, test in _RULES:
+    for rule, test in _rules(checkpoint):
         faults = list(test(checkpoint, engine))
         findings.append(Finding(rule, not faults, _join(faults)))
     return findings
 
 
-def scales_of(folder: Path, engine_name: str) -> tuple[ModelSpec, dict[int, dict[Side, list[float]]]]:
-    """The scales as written, for comparison with what an engine holds."""
+def scales_of(folder: Path, engine_name: str) -> tuple[ModelSpec, dict[int, dict[Side, list[float]]], bool]:
+    """The scales as written, for comparison with what an engine holds: 1.0 where none are.
+
+    Also the model, and whether ``config.json`` announces the scales.
+    """
     checkpoint = _read(folder)
     engine = engines.get(engine_name)
-    return checkpoint.model, {
+    if not checkpoint.announces_scales:
+        ones: dict[Side, list[float]] = {side: [1.0] for side in SIDES}
+        written = dict.fromkeys((layer.index for layer in checkpoint.model.layers), ones)
+        return checkpoint.model, written, False
+    written = {
         layer.index: {
             side: [float(x) for x in checkpoint.scales[engine.scale_name(layer, side)].flatten()]
             for side in SIDES
         }
         for layer in checkpoint.model.layers
     }
+    return checkpoint.model, written, True
 
 
 def _read(folder: Path) -> Checkpoint:
@@ -98,7 +115,7 @@ def _read(folder: Path) -> Checkpoint:
                         scales[name] = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: is not a whole safetensors file: {error}") from None
-    return Checkpoint(folder, config, model, files, weight_map, scales)
+    return Checkpoint(folder, config, model, files, weight_map, scales, folded.read_record(folder))
 
 
 def _scheme(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -143,7 +160,40 @@ def _config(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
 def _consumed(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
     gran = _granularity(checkpoint)
     if gran is not None:
-        yield from engine.refusals(checkpoint.model, formats.FP8_E4M3, gran)
+        yield from engine.refusals(checkpoint.model, formats.FP8_E4M3, gran, "metadata")
+
+
+def _plain(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
+    """A folded checkpoint without scales must not look as if it had any."""
+    section = checkpoint.config.get("quantization_config")
+    if isinstance(section, dict) and not section.get("config_groups"):
+        yield "config.json has a quantization_config that quantizes nothing; remove it"
+
+
+def _has_format(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
+    recipe = recipes.load(str(checkpoint.folder / bundle.RECORDS / "recipe.yaml"))
+    unquantized = dataclasses.replace(checkpoint.model, quant_method=None)  # weights may be, after the fold
+    yield from engine.refusals(unquantized, formats.get(recipe.format), None, "fold")
+
+
+def _folds_delivered(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
+    """Unfolding what is in the files must give what was folded."""
+    assert checkpoint.folds is not None
+    section = checkpoint.config.get("quantization_config")
+    if isinstance(section, dict) and section.get("config_groups"):
+        return  # rounded since: the weights say nothing exact any more
+    unfolding = folded.Unfolding(checkpoint.model, checkpoint.folds)
+    for name, row in checkpoint.folds.tensors.items():
+        file = checkpoint.weight_map.get(name)
+        if file is None:
+            yield f"{name} was folded and is not in the files"
+            continue
+        with safe_open(checkpoint.folder / file, framework="pt") as shard:
+            tensor = shard.get_tensor(name)
+        if not bool(tensor.isfinite().all()):
+            yield f"{name} holds NaN or infinity"
+        elif not unfolding.restores(name, tensor) and row.restored == "bit for bit":
+            yield f"{name} is not what was written: unfolding it does not give the original"
 
 
 def _index(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
@@ -216,12 +266,26 @@ def _join(faults: list[str]) -> str:
     return "; ".join(faults[:3]) + f"; and {len(faults) - 3} more"
 
 
-_RULES: tuple[tuple[str, Callable[[Checkpoint, EngineSpec], Iterator[str]]], ...] = (
+Rule = tuple[str, Callable[[Checkpoint, EngineSpec], Iterator[str]]]
+
+_INDEX: Rule = ("index and shards agree", _index)
+_SCALES: tuple[Rule, ...] = (
     ("config announces a static FP8 cache", _config),
     ("engine consumes it for this model", _consumed),
-    ("index and shards agree", _index),
+    _INDEX,
     ("every layer has k, v and q scales", _present),
     ("no scale under another name", _known_names),
     ("shapes and dtypes fit the strategy", _shapes),
     ("values are finite and above zero", _values),
 )
+_FOLDED: Rule = ("folded weights are what was written", _folds_delivered)
+_PLAIN: tuple[Rule, ...] = (
+    ("config announces nothing but the weights", _plain),
+    ("engine has the format for this model", _has_format),
+    _INDEX,
+)
+
+
+def _rules(checkpoint: Checkpoint) -> tuple[Rule, ...]:
+    rules = _SCALES if checkpoint.announces_scales else _PLAIN
+    return rules if checkpoint.folds is None else (*rules, _FOLDED)

@@ -25,6 +25,7 @@ from kvcal.options import (
     BatchSize,
     Column,
     Dataset,
+    Deliver,
     Device,
     Engine,
     EvaluationSamples,
@@ -87,6 +88,7 @@ def calibrate(
     format: Format = None,
     granularity: GranularityName = None,
     engine: Engine = None,
+    deliver: Deliver = None,
     dataset: Dataset = None,
     dataset_split: Split = None,
     dataset_column: Column = None,
@@ -133,6 +135,7 @@ def plan(
     format: Format = None,
     granularity: GranularityName = None,
     engine: Engine = None,
+    deliver: Deliver = None,
     dataset: Dataset = None,
     dataset_split: Split = None,
     dataset_column: Column = None,
@@ -157,6 +160,33 @@ def plan(
         terminal.print_json(document)
     else:
         report.print_plan(terminal.console(), document)
+
+
+@app.command()
+def unfold(
+    folder: Folder,
+    output: Annotated[Path, typer.Option(help="Checkpoint folder to write.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output after success.")] = False,
+    rounded: Annotated[
+        bool, typer.Option("--rounded", help="Also write tensors that are only close to the original.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Restore the weights that a folded checkpoint was made from.
+
+    Example: kvcal unfold model-int8_per_token_head-folded --output model-again
+    """
+    from kvcal import run
+
+    found = run.run_unfold(folder, output, overwrite=overwrite, rounded=rounded)
+    if as_json:
+        terminal.print_json(vars(found) | {"folder": str(output)})
+    else:
+        console = terminal.console()
+        console.print(f"{len(found.restored)} tensors restored bit for bit", highlight=False)
+        if found.rounded:
+            console.print(f"{len(found.rounded)} tensors only close to the original", style="yellow")
+        console.print(f"written to {output}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -242,7 +272,7 @@ def evaluate(
     if as_json:
         terminal.print_json(document)
     else:
-        report.print_fidelity(terminal.console(), document["fidelity"], document["fidelity_fp8_attention"])
+        report.print_fidelity(terminal.console(), document)
 
 
 @bench_app.command("capture")

@@ -8,18 +8,18 @@ included, so replacing K and V by what the cache would give back shows each row 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvcal import capture
+from kvcal.cache import QuantizedCache
 from kvcal.data import TokenSet
 from kvcal.errors import ModelError
-from kvcal.kernels import reference
 from kvcal.plan import Plan
-from kvcal.scales import Scales
 
 
 @dataclass(frozen=True)
@@ -45,48 +45,89 @@ class Fidelity:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """``cache``: K and V quantized. ``attention``: Q too, as FP8 attention kernels do."""
+    """``cache``: K and V quantized. ``attention``: Q too; None where no kernel rounds Q with this format."""
 
     cache: Fidelity
-    attention: Fidelity
+    attention: Fidelity | None
 
 
-@torch.inference_mode()
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the model: over which cache, with Q rounded or not, and with which weights.
+
+    ``weights`` opens a context in which the model has other weights than its own; ``cache`` None leaves K
+    and V as they are.
+    """
+
+    cache: QuantizedCache | None
+    with_query: bool = False
+    weights: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
 def evaluate(
     model: Any,
     plan: Plan,
-    scales: Scales,
+    cache: QuantizedCache,
     tokens: TokenSet,
     *,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> Evaluation:
-    """Three forward passes per batch: unquantized, quantized cache, quantized cache and Q."""
-    scales = scales.to(model.device)
-    cache, attention = _Tally(), _Tally()
-    for batch in tokens.batches(plan.recipe.evaluation.batch_size):
+    """Fidelity over one cache."""
+    batch_size = plan.recipe.evaluation.batch_size
+    return evaluations(model, {"only": (cache, nullcontext)}, batch_size, tokens, on_tokens=on_tokens)["only"]
+
+
+def evaluations(
+    model: Any,
+    caches: Mapping[str, tuple[QuantizedCache, Callable[[], AbstractContextManager[None]]]],
+    batch_size: int,
+    tokens: TokenSet,
+    *,
+    on_tokens: Callable[[int], None] = lambda _: None,
+) -> dict[str, Evaluation]:
+    """Fidelity over several caches, each with its weights; what is unquantized is computed once."""
+    variants: dict[tuple[str, bool], Variant] = {}
+    for name, (cache, weights) in caches.items():
+        variants[name, False] = Variant(cache, weights=weights)
+        if not cache.format.dynamic:
+            variants[name, True] = Variant(cache, with_query=True, weights=weights)
+    found = fidelities(model, variants, batch_size, tokens, on_tokens=on_tokens)
+    return {name: Evaluation(found[name, False], found.get((name, True))) for name in caches}
+
+
+@torch.inference_mode()
+def fidelities(
+    model: Any,
+    variants: Mapping[Any, Variant],
+    batch_size: int,
+    tokens: TokenSet,
+    *,
+    on_tokens: Callable[[int], None] = lambda _: None,
+) -> dict[Any, Fidelity]:
+    """Fidelity of each variant to the model as it is: one forward pass for each batch and variant."""
+    tallies = {name: _Tally() for name in variants}
+    for batch in tokens.batches(batch_size):
         inputs = batch.inputs(model.device)
         keep = batch.attention_mask.bool().to(model.device)
         expected = model(**inputs, use_cache=False).logits
-        for tally, with_query in ((cache, False), (attention, True)):
-            with quantized_cache(model, plan, scales, with_query=with_query):
-                tally.add(expected, model(**inputs, use_cache=False).logits, inputs["input_ids"], keep)
+        for name, variant in variants.items():
+            with variant.weights(), through(model, variant.cache, with_query=variant.with_query):
+                found = model(**inputs, use_cache=False).logits
+            tallies[name].add(expected, found, inputs["input_ids"], keep)
         on_tokens(batch.tokens)
-    return Evaluation(cache.fidelity(), attention.fidelity())
+    return {name: tally.fidelity() for name, tally in tallies.items()}
 
 
-def quantized_cache(model: Any, plan: Plan, scales: Scales, *, with_query: bool) -> Any:
+def through(
+    model: Any, cache: QuantizedCache | None, *, with_query: bool = False
+) -> AbstractContextManager[None]:
     """Context in which every layer attends to K and V as the quantized cache gives them back."""
+    if cache is None:
+        return nullcontext()
+    held = cache.to(model.device)
 
     def replace(call: capture.AttentionCall) -> capture.Tensors:
-        of = scales.layers[call.layer]
-        query = call.query
-        if with_query:
-            query = reference.quantize_dequantize(query, of["q"], plan.format)
-        return (
-            query,
-            reference.quantize_dequantize(call.key, of["k"], plan.format),
-            reference.quantize_dequantize(call.value, of["v"], plan.format),
-        )
+        return held.give_back(call.layer, call.query, call.key, call.value, with_query=with_query)
 
     return capture.intercept(model, replace)
 

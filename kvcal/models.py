@@ -197,18 +197,18 @@ def _require_same_weights(folder: Path, info: dict[str, Any]) -> None:
     """Refuse what transformers would fill with random numbers or leave out."""
     if info["missing_keys"]:
         first, *others = sorted(info["missing_keys"])
-        raise ModelError(f"{folder}: {_named(first)} is missing{_more(others)}; download the model again")
+        raise ModelError(f"{folder}: {_named(first)} is missing{more(others)}; download the model again")
     if info["mismatched_keys"]:
         (first, found, wanted), *others = sorted(info["mismatched_keys"])
         raise ModelError(
             f"{folder}: {_named(first)} has shape {list(found)}, config.json wants {list(wanted)}"
-            f"{_more(others)}; is it the config of another model?"
+            f"{more(others)}; is it the config of another model?"
         )
     unused = sorted(name for name in info["unexpected_keys"] if _LAYER_WEIGHT.search(name))
     if unused:
         raise ModelError(
             f"{folder}: {_named(unused[0])} has no place in the model of config.json"
-            f"{_more(unused[1:])}; is it the config of another model?"
+            f"{more(unused[1:])}; is it the config of another model?"
         )
 
 
@@ -217,7 +217,8 @@ def _named(weight: str) -> str:
     return f"layer {found[1]}: {weight}" if found else weight
 
 
-def _more(others: list[Any]) -> str:
+def more(others: list[Any]) -> str:
+    """Tells in a message of the first of many how many others there are."""
     return f" (and {len(others)} more)" if others else ""
 
 

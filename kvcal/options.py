@@ -14,9 +14,23 @@ RecipeName = Annotated[
     str | None,
     typer.Option("--recipe", help="Recipe file, or the name of one kvcal ships. Flags override it."),
 ]
-Format = Annotated[str | None, typer.Option("--format", help="Storage format: fp8 (fp8_e4m3).")]
+Format = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        help="fp8 (fp8_e4m3, static scales), int8_per_token_head, fp8_per_token_head or int4_per_token_head"
+        " (scaled online by the engine).",
+    ),
+]
 GranularityName = Annotated[str | None, typer.Option("--granularity", help="per_tensor or per_head.")]
 Engine = Annotated[str | None, typer.Option("--engine", help="Serving engine: vllm.")]
+Deliver = Annotated[
+    str | None,
+    typer.Option(
+        "--deliver",
+        help="metadata (static scales), fold (into the weights) or both; by default what the engine loads.",
+    ),
+]
 Dataset = Annotated[
     str | None,
     typer.Option(
@@ -55,7 +69,7 @@ EVALUATION_FIELDS: dict[str, tuple[str, ...]] = {
 }
 CALIBRATION_FIELDS: dict[str, tuple[str, ...]] = {
     **{option: (f"calibration.{field}", f"evaluation.{field}") for option, field in _TEXT_FIELDS.items()},
-    **{option: (option,) for option in ("format", "granularity", "engine")},
+    **{option: (option,) for option in ("format", "granularity", "engine", "deliver")},
     **{option: (f"calibration.{option}",) for option in ("samples", "batch_size", "seed")},
     "evaluation_samples": ("evaluation.samples",),
 }

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvcal import engines, formats, granularity
+from kvcal import engines, exactness, formats, granularity
 from kvcal.arch import LayerSpec, ModelSpec
-from kvcal.engines import EngineSpec
+from kvcal.engines import Deliver, EngineSpec
 from kvcal.errors import PlanRefused
 from kvcal.formats import KVFormat
 from kvcal.granularity import Granularity
@@ -18,13 +18,17 @@ REFERENCE_BITS = 16  # an unquantized cache is BF16 or FP16
 
 @dataclass(frozen=True)
 class Plan:
-    """A calibration that can be carried out and whose result the engine will load."""
+    """A calibration that can be carried out and whose result the engine will load.
+
+    ``granularity`` is that of the static scales to be written; None where none are.
+    """
 
     recipe: Recipe
     model: ModelSpec
     engine: EngineSpec
     format: KVFormat
-    granularity: Granularity
+    deliver: Deliver
+    granularity: Granularity | None
     seq_len: int
     evaluation_seq_len: int
     notices: tuple[str, ...]
@@ -34,6 +38,18 @@ class Plan:
         return self.model.layers
 
     @property
+    def folds(self) -> bool:
+        """Whether weights are to be changed."""
+        return self.deliver != "metadata"
+
+    @property
+    def scaling(self) -> str:
+        """How elements are scaled, in a word."""
+        if self.granularity is not None:
+            return self.granularity.name
+        return "per_token_head" if self.format.dynamic else "scale 1.0"
+
+    @property
     def bytes_per_token_reference(self) -> float:
         """Bytes that one token adds to a 16-bit cache, over all layers."""
         return self.model.cached_elements_per_token * REFERENCE_BITS / 8
@@ -41,11 +57,13 @@ class Plan:
     @property
     def bytes_per_token_quantized(self) -> float:
         """The same in the planned format. Static scales belong to the model, not to tokens."""
-        return self.model.cached_elements_per_token * self.format.bits / 8
+        return self.model.cached_elements_per_token * self._bits / 8
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of all K, V and Q scales together, whatever the number of tokens."""
+        """Bytes of all K, V and Q scales that are written, whatever the number of tokens."""
+        if self.granularity is None:
+            return 0
         shapes = (
             self.granularity.scale_shape(layer.heads_of(side)) for layer in self.layers for side in SIDES
         )
@@ -53,9 +71,15 @@ class Plan:
 
     @property
     def bits_per_element(self) -> float:
-        """Bits per cached element at the model's full context, static scales included."""
+        """Bits per cached element at the model's full context, all scales included."""
         elements = self.model.cached_elements_per_token * self.model.max_context
-        return self.format.bits + 8 * self.scale_bytes / elements
+        return self._bits + 8 * self.scale_bytes / elements
+
+    @property
+    def _bits(self) -> float:
+        """Bits per cached element that grow with the tokens: codes, and the scales of a dynamic format."""
+        vectors = sum(2 * layer.kv_heads for layer in self.layers)
+        return self.format.bits + self.format.scale_bits * vectors / self.model.cached_elements_per_token
 
 
 def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
@@ -66,8 +90,18 @@ def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
     """
     engine = engines.get(recipe.engine)
     fmt = formats.get(recipe.format)
-    gran = granularity.get(recipe.granularity)
-    reasons = engine.refusals(model, fmt, gran)
+    deliver = recipe.deliver or engine.deliveries(fmt)[0]
+    static = not fmt.dynamic and deliver != "fold"
+    gran = granularity.get(recipe.granularity or "per_tensor") if static else None
+    reasons = engine.refusals(model, fmt, gran, deliver)
+    if gran is None and recipe.granularity is not None:
+        what = (
+            f"{fmt.name} is scaled per token and head by the engine"
+            if fmt.dynamic
+            else ("with --deliver fold the engine scales by 1.0")
+        )
+        reasons.append(f"{what}, so --granularity {recipe.granularity} has no effect; leave it out")
+    reasons += _about_transforms(recipe, model, engine, deliver)
     if model.max_context < MIN_TOKENS:
         reasons.append(
             f"the model's context of {model.max_context} tokens is shorter than the {MIN_TOKENS} of a sample;"
@@ -91,8 +125,21 @@ def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
         model=model,
         engine=engine,
         format=fmt,
+        deliver=deliver,
         granularity=gran,
         seq_len=lengths["calibration"],
         evaluation_seq_len=lengths["evaluation"],
         notices=tuple(notices),
     )
+
+
+def _about_transforms(recipe: Recipe, model: ModelSpec, engine: EngineSpec, deliver: Deliver) -> list[str]:
+    if deliver == "metadata":
+        return []
+    why_not = exactness.table(model)
+    return [
+        f"folds.transforms: {name} cannot be folded into {model.model_type} exactly: {why_not[name]}"
+        + ("" if engine.executes_online else f"; and {engine.name} ignores what it would have to do online")
+        for name in recipe.folds.transforms
+        if why_not[name] is not None
+    ]

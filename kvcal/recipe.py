@@ -11,7 +11,7 @@ import os
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -74,6 +74,43 @@ class Evaluation(Text):
     batch_size: Annotated[int, Field(ge=1)] = 1
 
 
+Transform = Literal[
+    "key_scale",
+    "key_turn",
+    "key_offset",
+    "key_hadamard",
+    "value_scale",
+    "value_hadamard",
+    "value_random_hadamard",
+    "value_balanced",
+]
+
+
+class Folds(_Section):
+    """What is tried where a calibration is delivered through the weights.
+
+    ``transforms`` are tried in this order, one on top of the other; each is kept if it lowers the KL of the
+    engine's own quantizer on calibration text that did not shape it, ``samples`` of it. ``scales``: powers of
+    two move exponents only, so that a fold is exact in any dtype and can be taken back bit for bit; free
+    scales are rounded with the weights. ``seed`` draws the signs of randomized Hadamard transforms.
+    """
+
+    transforms: list[Transform] = ["key_scale", "key_turn", "value_scale"]
+    scales: Literal["power_of_two", "free"] = "power_of_two"
+    samples: Annotated[int, Field(ge=1)] = 8
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+
+class Weights(_Section):
+    """Quantization of the weights by llm-compressor, after the folds and before the KV statistics.
+
+    ``FP8_DYNAMIC``: weights per channel, activations per token as they come; needs no data. ``W4A16``:
+    4-bit weights in groups of 128, 16-bit activations; needs the calibration text.
+    """
+
+    scheme: Literal["FP8_DYNAMIC", "W4A16"]
+
+
 class Gates(_Section):
     """Limits on what was measured; a value beyond one of them fails the run."""
 
@@ -85,13 +122,22 @@ class Gates(_Section):
 
 
 class Recipe(_Section):
-    """One calibration, whole."""
+    """One calibration, whole.
+
+    ``deliver``: ``metadata`` writes static scales beside the weights, ``fold`` puts the calibration into the
+    weights and leaves the engine's own scaling alone, ``both`` adds scales for the folded weights. By default
+    what the engine loads for this format. ``granularity`` is that of static scales, ``per_tensor`` by
+    default.
+    """
 
     description: str = ""
     format: str = formats.FP8_E4M3.name
-    granularity: str = "per_tensor"
+    granularity: str | None = None
     engine: str = "vllm"
+    deliver: engines.Deliver | None = None
     scale: ScaleRule = ScaleRule()
+    folds: Folds = Folds()
+    weights: Weights | None = None
     calibration: Calibration = Calibration()
     evaluation: Evaluation = Evaluation()
     gates: Gates = Gates(kl_mean=0.1)
@@ -103,8 +149,8 @@ class Recipe(_Section):
 
     @field_validator("granularity")
     @classmethod
-    def _known_granularity(cls, value: str) -> str:
-        return _known(lambda: granularity.get(value).name)
+    def _known_granularity(cls, value: str | None) -> str | None:
+        return None if value is None else _known(lambda: granularity.get(value).name)
 
     @field_validator("engine")
     @classmethod
@@ -220,7 +266,9 @@ def _describe(fault: Any) -> str:
 
 
 def _fields_beside(location: tuple[Any, ...]) -> list[str]:
-    model: type[BaseModel] = Recipe
+    model: Any = Recipe
     for part in location[:-1]:
-        model = model.model_fields[str(part)].annotation  # type: ignore[assignment]
+        annotation = model.model_fields[str(part)].annotation
+        # A section that may be left out is a union with None.
+        model = next((t for t in get_args(annotation) if t is not type(None)), annotation)
     return sorted(model.model_fields)

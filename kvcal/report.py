@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from kvcal import exactness
 from kvcal.plan import Plan
 from kvcal.recipe import SIDES, Side
 
@@ -17,31 +18,38 @@ if TYPE_CHECKING:  # rows are only read here; `kvcal plan` need not wait for tor
     from kvcal.check import Finding
     from kvcal.evaluate import Evaluation
     from kvcal.gates import GateResult
+    from kvcal.measure import Outcome
     from kvcal.scales import SideSummary
     from kvcal.validate import Validation
 
 Report = dict[str, Any]
 
+_DELIVERED = {
+    "metadata": "static scales beside the weights",
+    "fold": "the weights themselves; no scales and no quantization config are written",
+    "both": "folded weights, and static scales for them",
+}
+
 
 def build(
     plan: Plan,
-    evaluation: Evaluation,
-    validation: Validation,
-    summaries: Mapping[int, Mapping[Side, SideSummary]],
+    outcome: Outcome,
     gates: Sequence[GateResult],
     findings: Sequence[Finding],
     serve: Sequence[str],
 ) -> Report:
     """The document behind ``report.json``; README lists its keys."""
     passed = all(f.ok for f in findings) and all(g.passed for g in gates)
+    validation = outcome.validation
     return {
         "verdict": "pass" if passed else "fail",
         "gates": [
             {"name": g.name, "limit": g.limit, "value": g.value, "passed": g.passed, "text": str(g)}
             for g in gates
         ],
-        "fidelity": asdict(evaluation.cache),
-        "fidelity_fp8_attention": asdict(evaluation.attention),
+        "deliver": plan.deliver,
+        **fidelity_document(outcome.evaluation),
+        "folds": _folds(outcome),
         "attention_error": {
             "mean": validation.mean,
             "worst_layer": validation.worst[0],
@@ -50,9 +58,26 @@ def build(
             "implementation": validation.implementation,
         },
         **_size(plan),
-        "layers": [_layer(index, sides, validation) for index, sides in sorted(summaries.items())],
+        "layers": [
+            _layer(index, sides, validation) for index, sides in sorted(outcome.summaries(plan).items())
+        ],
         "engine": _engine(plan, [f"{f.rule}: {f.message}" for f in findings if not f.ok]),
         "serve": shlex.join(serve),
+    }
+
+
+def _folds(outcome: Outcome) -> Report | None:
+    choice, folding, proof = outcome.choice, outcome.folding, outcome.proof
+    if choice is None or folding is None or proof is None or outcome.before is None:
+        return None
+    return {
+        "kept": [c.name for c in choice.candidates if c.kept],
+        "candidates": [asdict(c) for c in choice.candidates],
+        "judging": {"kl_before": choice.kl_before, "kl_after": choice.kl_after, "tokens": choice.tokens},
+        "before": fidelity_document(outcome.before),
+        "proof": asdict(proof) | {"allowed_kl": proof.allowed_kl},
+        "reversible": folding.reversible,
+        "tensors": len(folding.tensors),
     }
 
 
@@ -69,10 +94,12 @@ def plan_document(plan: Plan, source_name: str) -> Report:
         "head_dim": first.head_dim,
         "max_context": plan.model.max_context,
         "format": plan.format.name,
-        "granularity": plan.granularity.name,
+        "scaling": plan.scaling,
+        "deliver": plan.deliver,
         **_size(plan),
         "scale_bytes": plan.scale_bytes,
         "engine": _engine(plan, broken=[]),
+        "folds": exactness.table(plan.model) if plan.folds else None,
         "calibration_tokens_at_most": plan.recipe.calibration.samples * plan.seq_len,
         "notices": list(plan.notices),
     }
@@ -94,8 +121,12 @@ def _engine(plan: Plan, broken: list[str]) -> Report:
         "name": plan.engine.name,
         "version": plan.engine.version,
         "consumed": not broken,
-        "reasons": broken or [f"served by {plan.engine.backends[plan.granularity.name]}"],
+        "reasons": broken or [f"served by {plan.engine.backends[_backend_key(plan)]}"],
     }
+
+
+def _backend_key(plan: Plan) -> str:
+    return "per_tensor" if plan.scaling == "scale 1.0" else plan.scaling
 
 
 def print_plan(console: Console, document: Report) -> None:
@@ -111,7 +142,8 @@ def print_plan(console: Console, document: Report) -> None:
         f"{document['layers']} layers{sliding}; {document['kv_heads']} KV heads of {document['head_dim']}"
         f" for {document['heads']} query heads",
     )
-    table.add_row("format", f"{document['format']}, {document['granularity']}")
+    table.add_row("format", f"{document['format']}, {document['scaling']}")
+    table.add_row("delivered by", _DELIVERED[document["deliver"]])
     table.add_row(
         "per token",
         f"{per_token['reference']:,.0f} bytes in 16 bits, {per_token['quantized']:,.0f} quantized"
@@ -123,7 +155,8 @@ def print_plan(console: Console, document: Report) -> None:
 
 def print_report(console: Console, report: Report) -> None:
     _print_verdict(console, report)
-    print_fidelity(console, report["fidelity"], report["fidelity_fp8_attention"])
+    print_fidelity(console, report, report["folds"] and report["folds"]["before"])
+    print_folds(console, report["folds"])
     error = report["attention_error"]
     console.print(
         f"attention error {error['mean']:.4f} mean, {error['worst']:.4f} worst (layer"
@@ -141,20 +174,47 @@ def print_report(console: Console, report: Report) -> None:
         console.print(f"  {report['serve']}", highlight=False, soft_wrap=True)
 
 
-def print_fidelity(console: Console, cache: Mapping[str, float], attention: Mapping[str, float]) -> None:
+def print_fidelity(console: Console, after: Report, before: Report | None = None) -> None:
+    """``before`` is the same cache in front of unfolded weights."""
+    cache = after["fidelity"]
     table = Table(title=f"fidelity over {cache['tokens']:,} held-out tokens", title_justify="left")
     for heading, justify in (
-        ("stored or rounded to FP8", "left"),
+        ("quantized", "left"),
         ("KL mean", "right"),
         ("KL p99", "right"),
         ("top-1", "right"),
         ("perplexity", "right"),
     ):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
-    table.add_row("nothing", "", "", "", f"{cache['perplexity_reference']:.3f}")
-    for label, row in (("K and V", cache), ("K, V and Q (FP8 kernels)", attention)):
-        table.add_row(label, *_fidelity_cells(row))
+    for label, cells in _fidelity_rows(after, before):
+        table.add_row(label, *cells)
     console.print(table)
+
+
+def _fidelity_rows(after: Report, before: Report | None) -> list[tuple[str, list[str]]]:
+    rows = [("nothing", ["", "", "", f"{after['fidelity']['perplexity_reference']:.3f}"])]
+    for key, label in (("fidelity", "K and V"), ("fidelity_fp8_attention", "K, V and Q (FP8 kernels)")):
+        if after[key] is None:
+            continue
+        if before is not None:
+            rows.append((f"{label}, unfolded", _fidelity_cells(before[key])))
+        rows.append((label if before is None else f"{label}, folded", _fidelity_cells(after[key])))
+    return rows
+
+
+def print_folds(console: Console, folds: Report | None) -> None:
+    if folds is None:
+        return
+    kept = ", ".join(folds["kept"]) or "nothing: no fold lowers KL here; the weights stay as they are"
+    console.print(f"folded: {kept}", highlight=False)
+    if folds["kept"]:
+        proof = folds["proof"]
+        back = "kvcal unfold restores the weights bit for bit" if folds["reversible"] else "not reversible"
+        console.print(
+            f"{folds['tensors']} tensors; with nothing quantized, the checkpoint is {proof['kl']:.1g} nats"
+            f" from the original (rounding: {proof['rounding_kl']:.1g}); {back}",
+            highlight=False,
+        )
 
 
 def print_validation(console: Console, validation: Validation) -> None:
@@ -168,7 +228,7 @@ def print_validation(console: Console, validation: Validation) -> None:
             str(index),
             f"{sum(layer.cache) / len(layer.cache):.4f}",
             f"{max(layer.cache):.4f}",
-            f"{sum(layer.attention) / len(layer.attention):.4f}",
+            f"{sum(layer.attention) / len(layer.attention):.4f}" if layer.attention else "",
             _worst_snr(layer.logit_snr_db),
         )
     console.print(table)
@@ -201,27 +261,29 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
 
 def markdown(report: Report, plan: Plan, source_name: str) -> str:
     """The report as Markdown, for people and for a pull request."""
-    cache, attention = report["fidelity"], report["fidelity_fp8_attention"]
+    cache, folds = report["fidelity"], report["folds"]
     per_token = report["bytes_per_token"]
     lines = [
         f"# KV-cache calibration of {source_name}",
         "",
-        f"**Verdict: {report['verdict']}.** {plan.format.name}, {plan.granularity.name}, for"
-        f" {plan.engine.name} {plan.engine.version}.",
+        f"**Verdict: {report['verdict']}.** {plan.format.name}, {plan.scaling}, for"
+        f" {plan.engine.name} {plan.engine.version}, delivered by {_DELIVERED[plan.deliver]}.",
         "",
         "```",
         report["serve"],
         "```",
         "",
-        "| stored or rounded to FP8 | KL mean | KL p99 | top-1 | perplexity |",
+        "| quantized | KL mean | KL p99 | top-1 | perplexity |",
         "|---|---:|---:|---:|---:|",
-        f"| nothing | | | | {cache['perplexity_reference']:.3f} |",
-        "| K and V | " + " | ".join(_fidelity_cells(cache)) + " |",
-        "| K, V and Q (FP8 kernels) | " + " | ".join(_fidelity_cells(attention)) + " |",
+        *(
+            f"| {label} | " + " | ".join(cells) + " |"
+            for label, cells in _fidelity_rows(report, folds and folds["before"])
+        ),
         "",
         f"{cache['tokens']:,} held-out tokens. {per_token['reference']:,.0f} bytes per token in 16 bits,"
         f" {per_token['quantized']:,.0f} quantized ({report['bits_per_element']:.3f} bits per element).",
         "",
+        *_folds_lines(folds),
         "| gate | value | limit | |",
         "|---|---:|---:|---|",
         *(
@@ -236,6 +298,28 @@ def markdown(report: Report, plan: Plan, source_name: str) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _folds_lines(folds: Report | None) -> list[str]:
+    if folds is None:
+        return []
+    proof = folds["proof"]
+    return [
+        f"| fold tried ({folds['judging']['tokens']:,} calibration tokens) | KL mean | |",
+        "|---|---:|---|",
+        f"| none | {folds['judging']['kl_before']:.4f} | |",
+        *(
+            f"| {c['name']} | {'nothing to do' if c['kl_mean'] is None else format(c['kl_mean'], '.4f')} |"
+            f" {'kept' if c['kept'] else ''} |"
+            for c in folds["candidates"]
+        ),
+        "",
+        f"{folds['tensors']} tensors were changed. Float64 error of a folded attention block: at most"
+        f" {proof['block_error']:.1g}; KL of the written checkpoint to the original, nothing quantized:"
+        f" {proof['kl']:.2g} nats ({proof['allowed_kl']:.2g} would be rounding)."
+        + (" `kvcal unfold` restores them bit for bit." if folds["reversible"] else ""),
+        "",
+    ]
 
 
 def _print_verdict(console: Console, report: Report) -> None:
@@ -288,7 +372,10 @@ def _layer_line(layer: Report) -> str:
 
 def fidelity_document(evaluation: Evaluation) -> Report:
     """The document behind ``kvcal evaluate --json``."""
-    return {"fidelity": asdict(evaluation.cache), "fidelity_fp8_attention": asdict(evaluation.attention)}
+    return {
+        "fidelity": asdict(evaluation.cache),
+        "fidelity_fp8_attention": asdict(evaluation.attention) if evaluation.attention else None,
+    }
 
 
 def validation_document(validation: Validation) -> Report:

@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import time
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvcal import (
-    __version__,
     arch,
     bench,
-    calibrate,
     check,
     check_live,
     data,
     evaluate,
     gates,
     live_engine,
+    manifest,
+    measure,
     models,
     plan,
     preflight,
     report,
     scales,
     sources,
+    unfold,
     validate,
 )
 from kvcal import recipe as recipes
+from kvcal.cache import QuantizedCache
 from kvcal.errors import ModelError, UsageError
 from kvcal.export import bundle, vllm
 from kvcal.progress import Narrator
 
-VALIDATION_SAMPLES = 2
 LIVE_PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):",
@@ -59,7 +55,7 @@ class Request:
 
 
 def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) -> tuple[report.Report, Path]:
-    """The main job: plan, calibrate, scales, validate, evaluate, export, check, report.
+    """The main job: plan, calibrate, fold, scales, validate, evaluate, export, check, report.
 
     Returns the report and the folder that was written: the checkpoint, or ``<output>.failed`` with the
     records alone if a gate failed.
@@ -69,48 +65,50 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
     resolved, source = preflight.resolve(request.model, request.revision, recipe, narrator)
     destination = request.output or _default_output(source, resolved)
     with bundle.staging(destination, overwrite=request.overwrite, base=source.folder) as stage:
-        report.print_plan(narrator.console, report.plan_document(resolved, source.name))
-        clock = _Clock()
+        plan_document = report.plan_document(resolved, source.name)
+        report.print_plan(narrator.console, plan_document)
+        clock = manifest.Clock()
         source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
         bundle.base_weight_map(source.folder, set(vllm.tensor_names(resolved)))  # refuse before the work
         tokenizer = models.load_tokenizer(source.folder, request.trust)
         text = _text(resolved, tokenizer, narrator)
         held_out = _held_out_text(resolved, tokenizer, narrator)
-        model = _load(source.folder, resolved, device, request, narrator)
+        job = measure.Job(
+            resolved,
+            _load(source.folder, resolved, device, request, narrator),
+            text,
+            held_out,
+            narrator,
+            clock,
+        )
         clock.lap("load")
+        outcome = measure.carry_out(job)
+        compute = manifest.compute_of(job.model)
 
-        with narrator.bar("calibrate", text.tokens) as on_tokens:
-            statistics = calibrate.calibrate(model, resolved, text, on_tokens=on_tokens)
-        clock.lap("calibrate")
-        found = scales.compute(statistics, resolved)
-        validation = _validate(model, resolved, found, held_out, narrator)
-        clock.lap("validate")
-        evaluation = _evaluate(model, resolved, found, held_out, narrator)
-        clock.lap("evaluate")
-
-        results = gates.apply(recipe.gates, evaluation.cache, validation)
+        results = gates.apply(recipe.gates, outcome.evaluation.cache, outcome.validation)
         with bundle.translated_os_errors(stage.destination):
             base_config = source.config().get("quantization_config")
-            bundle.write(vllm.to_bundle(found, resolved, base_config), source.folder, stage.folder)
+            written = vllm.to_bundle(outcome.cache.scales, resolved, base_config)
+            if outcome.folding is not None:
+                written = outcome.folding.onto(written)
+            bundle.write(written, source.folder, stage.folder)
+            if outcome.folding is not None:
+                outcome.folding.save(stage.records)
+                job.forget_model()  # the written one is loaded now, and two may not fit
+                again = _load(stage.folder, resolved, device, request, narrator)
+                outcome = measure.prove_written(outcome, again)
+            (stage.records / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
             findings = check.check(stage.folder, recipe.engine)
             clock.lap("export and check")
             serve = vllm.serve_command(str(stage.destination), resolved)
-            document = report.build(
-                resolved,
-                evaluation,
-                validation,
-                scales.summarize(statistics, found),
-                results,
-                findings,
-                serve,
-            )
-            statistics.save(stage.records / "statistics.safetensors")
-            found.save(stage.records / "scales.safetensors")
-            (stage.records / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-            bundle.write_json(stage.records / "plan.json", report.plan_document(resolved, source.name))
+            document = report.build(resolved, outcome, results, findings, serve)
+            outcome.statistics.save(stage.records / "statistics.safetensors")
+            if outcome.cache.scales is not None:
+                outcome.cache.scales.save(stage.records / "scales.safetensors")
+            bundle.write_json(stage.records / "plan.json", plan_document)
             bundle.write_json(
                 stage.records / "manifest.json",
-                _manifest(source, resolved, model, text, held_out, clock)
+                manifest.build(source, resolved, compute, text, held_out, clock.laps)
                 | {"sha256": bundle.hashes(stage.folder)},
             )
             bundle.write_json(stage.records / "report.json", document)
@@ -120,6 +118,17 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
                 return document, stage.commit_failure()
             stage.commit()
     return document, destination
+
+
+def run_unfold(folder: Path, output: Path, *, overwrite: bool, rounded: bool) -> unfold.Unfolded:
+    """Write the checkpoint that a folded one was made from."""
+    with (
+        bundle.staging(output, overwrite=overwrite, base=folder) as stage,
+        bundle.translated_os_errors(output),
+    ):
+        found = unfold.unfold(folder, stage.folder, rounded=rounded)
+        stage.commit()
+    return found
 
 
 def run_check(
@@ -134,7 +143,7 @@ def run_check(
         narrator.notice("the files are broken already; the engine was not started")
         return findings
     _quiet_libraries()
-    model, written = check.scales_of(folder, engine)
+    model, written, announced = check.scales_of(folder, engine)
     narrator.say("starting the engine; this takes about a minute")
     result = check_live.check_live(
         folder,
@@ -143,18 +152,19 @@ def run_check(
         python,
         LIVE_PROMPTS,
         LIVE_NEW_TOKENS,
+        announced=announced,
     )
-    return findings + _live_findings(result)
+    return findings + _live_findings(result, announced)
 
 
-def _live_findings(result: check_live.LiveResult) -> list[check.Finding]:
+def _live_findings(result: check_live.LiveResult, announced: bool) -> list[check.Finding]:
     scale_problems = [f"layer {f.layer} {f.side}_scale: {f.problem}" for f in result.scales if f.problem]
     text_problems = [f"prompt {i}: {t.problem}" for i, t in enumerate(result.texts, 1) if t.problem]
     others = [p for p in result.problems if p not in scale_problems and p not in text_problems]
     over_fp8 = "and over an FP8 cache" if result.fp8.done else f"no FP8 cache here: {result.fp8.why_not}"
-    rules = (
+    rules = [
         (
-            f"{result.engine} holds the written scales",
+            f"{result.engine} holds the written scales" if announced else f"{result.engine} scales by 1.0",
             scale_problems,
             f"{len(result.scales)} compared, bit-equal",
         ),
@@ -163,8 +173,10 @@ def _live_findings(result: check_live.LiveResult) -> list[check.Finding]:
             text_problems,
             f"{len(result.texts)} prompts over a {result.cache_dtype} cache; {over_fp8}",
         ),
-        (f"{result.engine} serves the quantized cache by default", others, str(result.default_cache_dtype)),
-    )
+    ]
+    if announced:
+        by_default = f"{result.engine} serves the quantized cache by default"
+        rules.append((by_default, others, str(result.default_cache_dtype)))
     return [check.Finding(rule, not faults, "; ".join(faults) or note) for rule, faults, note in rules]
 
 
@@ -172,18 +184,18 @@ def run_validate(
     folder: Path, request: Request, changes: dict[str, Any], narrator: Narrator
 ) -> validate.Validation:
     """Validate a written checkpoint again, on held-out text."""
-    model, resolved, found, tokenizer = _reopen(folder, request, changes, narrator)
-    held_out = _held_out_text(resolved, tokenizer, narrator)
-    return _validate(model, resolved, found, held_out, narrator)
+    model, resolved, cache, tokenizer = _reopen(folder, request, changes, narrator)
+    return measure.validated(model, cache, _held_out_text(resolved, tokenizer, narrator), narrator)
 
 
 def run_evaluate(
     folder: Path, request: Request, changes: dict[str, Any], narrator: Narrator
 ) -> evaluate.Evaluation:
     """Evaluate a written checkpoint again, on held-out text."""
-    model, resolved, found, tokenizer = _reopen(folder, request, changes, narrator)
+    model, resolved, cache, tokenizer = _reopen(folder, request, changes, narrator)
     held_out = _held_out_text(resolved, tokenizer, narrator)
-    return _evaluate(model, resolved, found, held_out, narrator)
+    with narrator.bar("evaluate", held_out.tokens) as on_tokens:
+        return evaluate.evaluate(model, resolved, cache, held_out, on_tokens=on_tokens)
 
 
 def run_bench_capture(
@@ -215,22 +227,37 @@ def _open(
 
 def _reopen(
     folder: Path, request: Request, changes: dict[str, Any], narrator: Narrator
-) -> tuple[Any, plan.Plan, scales.Scales, Any]:
+) -> tuple[Any, plan.Plan, QuantizedCache, Any]:
     _quiet_libraries()
     records = folder / bundle.RECORDS
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder")
-    if not (records / "recipe.yaml").is_file() or not (records / "scales.safetensors").is_file():
+    if not (records / "recipe.yaml").is_file():
         raise ModelError(f"{folder}: holds no kvcal records; it was not written by kvcal calibrate")
     recipe = recipes.load(str(records / "recipe.yaml")).override(changes)
-    resolved = plan.resolve(recipe, arch.read(sources.read_config(folder)))
-    found = scales.Scales.load(records / "scales.safetensors")
+    model_spec = arch.read(sources.read_config(folder))
+    # Folds are in the weights already, so quantized weights are no obstacle to them any more.
+    resolved = plan.resolve(recipe, replace(model_spec, quant_method=None))
+    cache = _written_cache(folder, resolved)
+    tokenizer = models.load_tokenizer(folder, request.trust)
+    model = _load(folder, resolved, models.device_named(request.device), request, narrator)
+    return model, resolved, cache, tokenizer
+
+
+def _written_cache(folder: Path, resolved: plan.Plan) -> QuantizedCache:
+    """The cache that the engine keeps for a checkpoint."""
+    if resolved.format.dynamic:
+        return QuantizedCache(resolved.format)
+    if resolved.granularity is None:
+        return QuantizedCache(resolved.format, scales.unit(resolved))
+    path = folder / bundle.RECORDS / "scales.safetensors"
+    if not path.is_file():
+        raise ModelError(f"{folder}: its records lack {path.name}; calibrate again")
+    found = scales.Scales.load(path)
     announced = {layer.index: set(recipes.SIDES) for layer in resolved.layers}
     if {index: set(sides) for index, sides in found.layers.items()} != announced:
         raise ModelError(f"{folder}: its scales cover other layers than its config.json announces")
-    tokenizer = models.load_tokenizer(folder, request.trust)
-    model = _load(folder, resolved, models.device_named(request.device), request, narrator)
-    return model, resolved, found, tokenizer
+    return QuantizedCache(resolved.format, found)
 
 
 def _load(
@@ -267,100 +294,13 @@ def _usable(found: data.TokenSet, resolved: plan.Plan, narrator: Narrator) -> da
     return found
 
 
-def _validate(
-    model: Any, resolved: plan.Plan, found: scales.Scales, held_out: data.TokenSet, narrator: Narrator
-) -> validate.Validation:
-    few = data.TokenSet(held_out.samples[:VALIDATION_SAMPLES])
-    with narrator.bar("validate", few.tokens) as on_tokens:
-        return validate.validate(model, resolved, found, few, on_tokens=on_tokens)
-
-
-def _evaluate(
-    model: Any, resolved: plan.Plan, found: scales.Scales, held_out: data.TokenSet, narrator: Narrator
-) -> evaluate.Evaluation:
-    with narrator.bar("evaluate", held_out.tokens) as on_tokens:
-        return evaluate.evaluate(model, resolved, found, held_out, on_tokens=on_tokens)
-
-
 def _default_output(source: sources.Source, resolved: plan.Plan) -> Path:
     name = "SmolLM2-135M-Instruct" if source.kind == "demo" else Path(source.name).stem or "model"
     if source.kind in ("hub", "folder"):
         # A folder may have been called "."; a hub snapshot's folder is named after its commit.
         name = source.folder.name if source.kind == "folder" else Path(source.name).name
-    return Path(f"{name}-{resolved.format.name}-{resolved.granularity.name}")
-
-
-def _manifest(
-    source: sources.Source,
-    resolved: plan.Plan,
-    model: Any,
-    text: data.TokenSet,
-    held_out: data.TokenSet,
-    clock: _Clock,
-) -> dict[str, Any]:
-    return {
-        "kvcal": __version__,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": {"name": source.name, "kind": source.kind, "revision": source.revision},
-        "architecture": asdict(resolved.model) | {"layers": len(resolved.layers)},
-        "compute": {
-            "device": str(model.device),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "attention": model.config._attn_implementation,
-        },
-        "calibration": _text_record(text, resolved.recipe.calibration)
-        | {"seed": resolved.recipe.calibration.seed},
-        "evaluation": _text_record(held_out, resolved.recipe.evaluation),
-        "seconds": clock.laps,
-        "versions": _versions(),
-        "machine": _machine(),
-    }
-
-
-def _text_record(found: data.TokenSet, wanted: recipes.Text) -> dict[str, Any]:
-    return {
-        "dataset": wanted.dataset,
-        "samples": len(found.samples),
-        "tokens": found.tokens,
-        "sha256": found.content_hash,
-    }
-
-
-def _versions() -> dict[str, str]:
-    names = ("torch", "transformers", "safetensors", "compressed-tensors", "datasets", "tokenizers", "triton")
-    found = {"python": platform.python_version()}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _machine() -> dict[str, Any]:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "system": platform.platform(),
-        "cpu": names[0] if names else platform.processor(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
-
-
-class _Clock:
-    """Seconds per step."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name] = round(now - self._last, 2)
-        self._last = now
+    how = "folded" if resolved.deliver == "fold" else resolved.scaling
+    return Path(f"{name}-{resolved.format.name}-{how}")
 
 
 def _quiet_libraries() -> None:

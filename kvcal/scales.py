@@ -12,14 +12,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from kvcal.errors import ModelError
+from kvcal.errors import ModelError, UsageError
 from kvcal.plan import Plan
 from kvcal.recipe import SIDES, ScaleRule, Side
 from kvcal.statistics import SideStatistics, Statistics
 
 # Below this rms at scale 1.0, E4M3 spends too many elements on subnormals: its signal-to-noise ratio is
 # 31.5 dB down to sigma = 2^-4, 30.9 at 2^-5, 28.3 at 2^-6 (Gaussian input).
-_UNDERFLOW_RMS = 2.0**-5
+UNDERFLOW_RMS = 2.0**-5
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,12 @@ def compute(statistics: Statistics, plan: Plan, rule: ScaleRule | None = None) -
     )
 
 
+def unit(plan: Plan) -> Scales:
+    """Scale 1.0 everywhere: what an engine uses for a format whose scales it was not given."""
+    one = torch.ones(1)
+    return Scales({layer.index: dict.fromkeys(SIDES, one) for layer in plan.layers})
+
+
 def from_amax(amax: torch.Tensor, largest: float, rule: ScaleRule) -> torch.Tensor:
     """Scales for absolute maxima, float32.
 
@@ -89,34 +95,41 @@ def from_amax(amax: torch.Tensor, largest: float, rule: ScaleRule) -> torch.Tens
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
 
-def summarize(statistics: Statistics, scales: Scales) -> dict[int, dict[Side, SideSummary]]:
-    """Per layer and side: amax, scale, and how scale 1.0 would fare."""
+def summarize(
+    statistics: Statistics, scales: Scales | None, plan: Plan
+) -> dict[int, dict[Side, SideSummary]]:
+    """Per layer and side: amax, scale, and how scale 1.0 would fare, which only concerns static formats."""
     return {
-        index: {side: _summary(sides[side], scales.layers[index][side]) for side in SIDES}
+        index: {
+            side: _summary(sides[side], scales.layers[index][side] if scales else None, plan)
+            for side in SIDES
+        }
         for index, sides in statistics.layers.items()
     }
 
 
 def _scale(seen: SideStatistics, plan: Plan, rule: ScaleRule) -> torch.Tensor:
+    if plan.granularity is None:
+        raise UsageError(f"{plan.format.name} with --deliver {plan.deliver} has no static scales")
     # (heads, head_dim) -> (1, heads, 1, head_dim), the layout of a cached token
     canonical = plan.granularity.to_canonical(seen.amax[None, :, None, :])
     return from_amax(canonical.amax((0, -1)), plan.format.max, rule)
 
 
-def _summary(seen: SideStatistics, scale: torch.Tensor) -> SideSummary:
+def _summary(seen: SideStatistics, scale: torch.Tensor | None, plan: Plan) -> SideSummary:
     heads, head_dim = seen.amax.shape
     elements = int(seen.tokens) * heads * head_dim
     saturated, zeroed = int(seen.saturated.sum()) / elements, int(seen.zeroed.sum()) / elements
     flags = []
-    if saturated > 0:
+    if saturated > 0 and not plan.format.dynamic:
         flags.append("saturates at scale 1.0")
-    if float(seen.rms.min()) < _UNDERFLOW_RMS:
+    if float(seen.rms.min()) < UNDERFLOW_RMS and not plan.format.dynamic:
         flags.append("underflows at scale 1.0")
     if bool((seen.amax.amax(-1) == 0).any()):
         flags.append("has a head that is always zero")
     return SideSummary(
         amax=float(seen.amax.max()),
-        scale=[float(s) for s in scale.flatten()],
+        scale=[] if scale is None else [float(s) for s in scale.flatten()],
         saturated=saturated,
         zeroed=zeroed,
         flags=flags,

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from kvcal import capture
+from kvcal.cache import QuantizedCache
 from kvcal.data import TokenSet
 from kvcal.errors import StatisticsError
 from kvcal.kernels import dispatch, reference
-from kvcal.plan import Plan
-from kvcal.scales import Scales
 
 
 @dataclass(frozen=True)
@@ -23,13 +22,14 @@ class LayerError:
 
     Attributes:
         cache: ``‖ô - o‖ / ‖o‖`` of the attention output with K and V quantized.
-        attention: the same with Q and P quantized too, as FlashAttention-3 does.
+        attention: the same with Q and P quantized too, as FlashAttention-3 does; None for formats that no
+            kernel computes attention in.
         logit_snr_db: ``10 log10(Σ(q·k)² / Σ(q·k̂ - q·k)²)`` over visible pairs; None where no logit is in
             error, as for a head whose K is always zero.
     """
 
     cache: list[float]
-    attention: list[float]
+    attention: list[float] | None
     logit_snr_db: list[float | None]
 
 
@@ -56,19 +56,18 @@ class Validation:
 @torch.inference_mode()
 def validate(
     model: Any,
-    plan: Plan,
-    scales: Scales,
+    cache: QuantizedCache,
     tokens: TokenSet,
     *,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> Validation:
     """Run each sample alone through the model and compare attention layer by layer as it passes."""
     backend = dispatch.choose(model.device)
-    scales = scales.to(model.device)
+    held = cache.to(model.device)
     sums: dict[int, list[torch.Tensor]] = {}
 
     def compare(call: capture.AttentionCall) -> None:
-        found = _squared_errors(call, scales, plan, backend)
+        found = _squared_errors(call, held, backend)
         before = sums.get(call.layer)
         sums[call.layer] = found if before is None else [a + b for a, b in zip(before, found, strict=True)]
 
@@ -81,32 +80,39 @@ def validate(
             raise StatisticsError(f"layer {index}: its Q, K and V are too large to compute attention with")
     return Validation(
         layers={index: _layer_error(total) for index, total in sorted(sums.items())},
-        implementation=backend.name,
+        implementation=dispatch.REFERENCE if cache.format.dynamic else backend.name,
         tokens=tokens.tokens,
     )
 
 
 def _squared_errors(
-    call: capture.AttentionCall, scales: Scales, plan: Plan, backend: dispatch.Backend
+    call: capture.AttentionCall, cache: QuantizedCache, backend: dispatch.Backend
 ) -> list[torch.Tensor]:
-    """Sums per query head: o², (ô - o)² of the cache, of the attention; (q·k)², (q·k̂ - q·k)²."""
-    of, fmt = scales.layers[call.layer], plan.format
-    k_codes = backend.quantize(call.key, of["k"], fmt)
-    v_codes = backend.quantize(call.value, of["v"], fmt)
+    """Sums per query head: o², (q·k)², (q·k̂ - q·k)², (ô - o)² of the cache and, if there is, of attention."""
     geometry: dict[str, Any] = {"scaling": call.scaling, "window": call.window, "softcap": call.softcap}
-    exact = reference.attention(call.query.float(), call.key.float(), call.value.float(), **geometry)
-    common = {"k_scale": of["k"], "v_scale": of["v"], "fmt": fmt, **geometry}
-    cache = backend.quantized_attention(call.query, k_codes, v_codes, **common)
-    attention = backend.quantized_attention(
-        call.query, k_codes, v_codes, q_scale=of["q"], quantize_probabilities=True, **common
-    )
-    signal, noise = _logit_energy(call, reference.dequantize(k_codes, of["k"]))
+    q, k, v = call.query.float(), call.key.float(), call.value.float()
+    exact = reference.attention(q, k, v, **geometry)
+    if cache.scales is None:
+        _, k_hat, v_hat = cache.give_back(call.layer, call.query, call.key, call.value)
+        outputs = [reference.attention(q, k_hat.float(), v_hat.float(), **geometry)]
+    else:
+        of, fmt = cache.scales.layers[call.layer], cache.format
+        k_codes = backend.quantize(call.key, of["k"], fmt)
+        v_codes = backend.quantize(call.value, of["v"], fmt)
+        k_hat = reference.dequantize(k_codes, of["k"])
+        common = {"k_scale": of["k"], "v_scale": of["v"], "fmt": fmt, **geometry}
+        outputs = [
+            backend.quantized_attention(call.query, k_codes, v_codes, **common),
+            backend.quantized_attention(
+                call.query, k_codes, v_codes, q_scale=of["q"], quantize_probabilities=True, **common
+            ),
+        ]
+    signal, noise = _logit_energy(call, k_hat.float())
     return [
         exact.double().square().sum((0, 2, 3)),
-        (cache - exact).double().square().sum((0, 2, 3)),
-        (attention - exact).double().square().sum((0, 2, 3)),
         signal,
         noise,
+        *((output - exact).double().square().sum((0, 2, 3)) for output in outputs),
     ]
 
 
@@ -125,10 +131,11 @@ def _logit_energy(call: capture.AttentionCall, k_hat: torch.Tensor) -> tuple[tor
 
 
 def _layer_error(sums: list[torch.Tensor]) -> LayerError:
-    output, cache, attention, signal, noise = (total.tolist() for total in sums)
+    output, signal, noise, *errors = (total.tolist() for total in sums)
+    cache, *attention = ([_relative(e, o) for e, o in zip(each, output, strict=True)] for each in errors)
     return LayerError(
-        cache=[_relative(e, o) for e, o in zip(cache, output, strict=True)],
-        attention=[_relative(e, o) for e, o in zip(attention, output, strict=True)],
+        cache=cache,
+        attention=attention[0] if attention else None,
         logit_snr_db=[_decibel(s, n) for s, n in zip(signal, noise, strict=True)],
     )
 

@@ -11,7 +11,7 @@ import re
 import shutil
 import socket
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from kvcal import models
 from kvcal.errors import ModelError, OutputError
@@ -35,10 +35,19 @@ _SMALL_FILES = (".json", ".txt", ".model", ".jinja", ".py", ".md")
 
 @dataclass(frozen=True)
 class Bundle:
-    """What an engine target adds to the base checkpoint."""
+    """What a target makes of the base checkpoint.
+
+    Attributes:
+        tensors: added in a shard of their own.
+        quantization: new ``quantization_config``; None leaves the base's.
+        rewritten: names of the base's tensors that change; those that it lacks are passed over.
+        rewrite: ``(name, tensor) -> tensor`` of the same shape and dtype, called once for each of them.
+    """
 
     tensors: dict[str, torch.Tensor]
-    quantization: dict[str, Any]
+    quantization: dict[str, Any] | None
+    rewritten: frozenset[str] = frozenset()
+    rewrite: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor
 
 
 @dataclass(frozen=True)
@@ -100,19 +109,24 @@ def staging(destination: Path, *, overwrite: bool, base: Path | None = None) -> 
 
 
 def write(bundle: Bundle, base: Path, folder: Path) -> None:
-    """Fill ``folder`` with a complete checkpoint: linked weights, one new shard, index, config, tokenizer.
+    """Fill ``folder`` with a complete checkpoint: weights, config, tokenizer, and an index where it is due.
+
+    Shards without a rewritten tensor are linked; the others are read, changed and written one by one.
 
     Raises:
         ModelError: the base already carries such scales inside a shard of its own weights.
         OutputError: not enough disk space for a copy where hard links are impossible.
     """
     if models.is_pickled(base):
-        weight_map = _convert_pickled(base, folder)
+        weight_map = _convert_pickled(bundle, base, folder)
     else:
         base_map = base_weight_map(base, set(bundle.tensors))
-        names = {file: _ONLY_SHARD if file == models.SINGLE_NAME else file for file in set(base_map.values())}
-        _link_or_copy({base / file: folder / name for file, name in names.items()})
+        only = _ONLY_SHARD if bundle.tensors else models.SINGLE_NAME
+        names = {file: only if file == models.SINGLE_NAME else file for file in set(base_map.values())}
         weight_map = {name: names[file] for name, file in base_map.items()}
+        touched = {file for name, file in base_map.items() if name in bundle.rewritten}
+        _link_or_copy({base / file: folder / name for file, name in names.items() if file not in touched})
+        _rewrite(bundle, {base / file: folder / names[file] for file in touched})
     for path in sorted(base.iterdir()):
         if (
             path.is_file()
@@ -123,14 +137,32 @@ def write(bundle: Bundle, base: Path, folder: Path) -> None:
     if (base / _TEMPLATES).is_dir():
         shutil.copytree(base / _TEMPLATES, folder / _TEMPLATES)
 
-    _save(bundle.tensors, folder / SCALE_SHARD)
-    weight_map |= dict.fromkeys(bundle.tensors, SCALE_SHARD)
-    total_size = sum((folder / file).stat().st_size for file in sorted(set(weight_map.values())))
-    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(folder / models.INDEX_NAME, index)
+    if bundle.tensors:
+        _save(bundle.tensors, folder / SCALE_SHARD)
+        weight_map |= dict.fromkeys(bundle.tensors, SCALE_SHARD)
+    if set(weight_map.values()) != {models.SINGLE_NAME}:
+        total_size = sum((folder / file).stat().st_size for file in sorted(set(weight_map.values())))
+        index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(folder / models.INDEX_NAME, index)
 
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
-    write_json(folder / "config.json", config | {"quantization_config": bundle.quantization})
+    if bundle.quantization is not None:
+        config["quantization_config"] = bundle.quantization
+    write_json(folder / "config.json", config)
+
+
+def _rewrite(bundle: Bundle, pairs: dict[Path, Path]) -> None:
+    """Change shards one at a time: no more than one is in memory."""
+    for source, target in sorted(pairs.items()):
+        _save(_rewritten(bundle, load_file(source)), target)
+
+
+def _rewritten(bundle: Bundle, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    changed = {
+        name: bundle.rewrite(name, tensors[name]).contiguous()
+        for name in sorted(bundle.rewritten & tensors.keys())
+    }
+    return tensors | changed
 
 
 def base_weight_map(base: Path, added: set[str]) -> dict[str, str]:
@@ -161,7 +193,12 @@ def base_weight_map(base: Path, added: set[str]) -> dict[str, str]:
 def hashes(folder: Path) -> dict[str, str]:
     """SHA-256 of what kvcal itself wrote; the base's shards are the base's own."""
     written = ("config.json", models.INDEX_NAME, SCALE_SHARD)
-    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in written}
+    return {name: _sha256(folder / name) for name in written if (folder / name).exists()}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -265,14 +302,14 @@ def _link_or_copy(pairs: dict[Path, Path]) -> None:
         shutil.copyfile(source, target)
 
 
-def _convert_pickled(base: Path, folder: Path) -> dict[str, str]:
+def _convert_pickled(bundle: Bundle, base: Path, folder: Path) -> dict[str, str]:
     """Pickled weights as safetensors: an engine that finds one safetensors file reads no other kind."""
     weight_map: dict[str, str] = {}
     for path in models.pickled_files(base):
         target = folder / path.with_suffix(".safetensors").name
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         tensors = {name: tensor.contiguous().clone() for name, tensor in loaded.items()}
-        _save(tensors, target)
+        _save(_rewritten(bundle, tensors), target)
         weight_map |= dict.fromkeys(tensors, target.name)
     return weight_map
 

@@ -18,8 +18,14 @@ from kvcal.recipe import SIDES, Side
 from kvcal.scales import Scales
 
 
-def to_bundle(scales: Scales, plan: Plan, base_quantization: dict[str, Any] | None) -> Bundle:
-    """Rename the scales; merge the KV scheme into the base's quantization config if it has one."""
+def to_bundle(scales: Scales | None, plan: Plan, base_quantization: dict[str, Any] | None) -> Bundle:
+    """Rename the scales; merge the KV scheme into the base's quantization config if it has one.
+
+    Without scales to write the checkpoint stays as plain as the base: vLLM then scales by 1.0 or online,
+    whichever cache dtype it is started with.
+    """
+    if plan.granularity is None or scales is None:
+        return Bundle(tensors={}, quantization=None)
     tensors = {
         name: scales.layers[index][side].float().contiguous()
         for name, (index, side) in tensor_names(plan).items()
@@ -43,7 +49,9 @@ def to_bundle(scales: Scales, plan: Plan, base_quantization: dict[str, Any] | No
 
 
 def tensor_names(plan: Plan) -> dict[str, tuple[int, Side]]:
-    """Name of each scale in the file -> layer and side."""
+    """Name of each scale in the file -> layer and side; empty where none are written."""
+    if plan.granularity is None:
+        return {}
     return {
         plan.engine.scale_name(layer, side): (layer.index, side) for layer in plan.layers for side in SIDES
     }

@@ -11,6 +11,8 @@ import torch
 
 from kvcal.kernels import reference
 
+REFERENCE = "torch reference"
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -28,4 +30,4 @@ def choose(device: torch.device) -> Backend:
         from kvcal.kernels import attention, quantize
 
         return Backend("triton", quantize.quantize, attention.quantized_attention)
-    return Backend("torch reference", reference.quantize, reference.quantized_attention)
+    return Backend(REFERENCE, reference.quantize, reference.quantized_attention)

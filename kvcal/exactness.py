@@ -1,0 +1,56 @@
+"""Which transforms fold into the weights of a model without changing what it computes, and why others do not.
+
+The mathematics of each stands in the module of its name in ``transforms``; this table imports no torch, so
+that a plan can refuse before anything is loaded. ``transforms/proof`` checks the claims in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvcal.arch import LayerSpec, ModelSpec
+
+Reason = str | None
+
+
+def _always(model: ModelSpec) -> Reason:
+    return None
+
+
+def _key_hadamard(model: ModelSpec) -> Reason:
+    if any(layer.rope != "none" for layer in model.layers):
+        return "a rotation that mixes channels of different RoPE pairs does not commute with RoPE"
+    return "kvcal folds the rotation of V only; K can be rotated online"
+
+
+def _key_offset(model: ModelSpec) -> Reason:
+    if model.softcap is not None:
+        return "the logit softcap is not invariant under a shift of all logits"
+    if model.qk_norm != "none":
+        return "the QK-norm follows the bias that would carry the offset"
+    if not any(free_channels(layer) for layer in model.layers):
+        return "after RoPE a constant is no constant of the weights; only channels without RoPE can carry it"
+    return None
+
+
+# Transform -> why it cannot be folded into this model; None if it can.
+WHY_NOT_FOLDED: Mapping[str, Callable[[ModelSpec], Reason]] = {
+    "key_scale": _always,
+    "key_turn": _always,
+    "key_offset": _key_offset,
+    "key_hadamard": _key_hadamard,
+    "value_scale": _always,
+    "value_hadamard": _always,
+    "value_random_hadamard": _always,
+    "value_balanced": _always,
+}
+
+
+def free_channels(layer: LayerSpec) -> tuple[int, ...]:
+    """Channels of a head that RoPE leaves alone."""
+    return tuple(range(layer.rotary_dim, layer.head_dim))
+
+
+def table(model: ModelSpec) -> dict[str, Reason]:
+    """Every transform with the reason why it cannot be folded into this model; None if it can."""
+    return {name: why_not(model) for name, why_not in WHY_NOT_FOLDED.items()}

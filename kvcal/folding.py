@@ -1,0 +1,142 @@
+"""Chooses what to fold: each transform is tried on the engine's own quantizer and kept if it lowers KL.
+
+Candidates are emulated where attention sees Q, K and V, so that trying one costs a forward pass and touches
+no weight. They are judged on calibration text that did not shape them; the evaluation text is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvcal import evaluate, scales
+from kvcal.cache import QuantizedCache
+from kvcal.data import TokenSet
+from kvcal.evaluate import Fidelity, Variant
+from kvcal.plan import Plan
+from kvcal.statistics import Statistics
+from kvcal.transforms import key_offset, key_scale, key_turn, value_map
+from kvcal.transforms.record import Transforms
+
+# A gain below this share is within what another text would have decided otherwise.
+MARGIN = 0.01
+# Powers of the closed form of the K scale; 1 is optimal for errors that spread evenly over channels.
+STRENGTHS = (0.5, 1.0, 1.5)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One transform on top of those kept before it.
+
+    ``kl_mean`` is in nats per token of the judging text; None where the model has nothing to transform.
+    """
+
+    name: str
+    kl_mean: float | None
+    kept: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is kept, and what it was chosen from."""
+
+    transforms: Transforms
+    candidates: list[Candidate]
+    kl_before: float
+    kl_after: float
+    tokens: int
+
+
+def split(tokens: TokenSet, judging: int) -> tuple[TokenSet, TokenSet]:
+    """Text that shapes candidates and text that judges them, at least one sample each if there are two."""
+    count = max(1, min(judging, len(tokens.samples) // 2))
+    if len(tokens.samples) == 1:
+        return tokens, tokens
+    return TokenSet(tokens.samples[:-count]), TokenSet(tokens.samples[-count:])
+
+
+def rounds(plan: Plan) -> int:
+    """Passes over the judging text that :func:`choose` makes at most, for a progress bar."""
+    return 1 + len(plan.recipe.folds.transforms)
+
+
+def choose(
+    model: Any,
+    plan: Plan,
+    statistics: Statistics,
+    shaping: TokenSet,
+    judging: TokenSet,
+    *,
+    on_tokens: Callable[[int], None] = lambda _: None,
+) -> Choice:
+    """Go through the recipe's transforms in order and keep what pays."""
+    keys = key_turn.sample(model, plan.model, shaping) if plan.format.rotated else None
+    kept = Transforms({})
+    (before,) = judge(model, plan, {"none": kept}, judging, on_tokens).values()
+    best = before.kl_mean
+    rows: list[Candidate] = []
+    for name in plan.recipe.folds.transforms:
+        options = proposals(name, model, plan, statistics, keys, kept)
+        if not options:
+            rows.append(Candidate(name, None, kept=False))
+            on_tokens(judging.tokens)
+            continue
+        tried = {label: kept.then(option) for label, option in options.items()}
+        found = judge(model, plan, tried, judging, on_tokens)
+        winner = min(found, key=lambda label: found[label].kl_mean)
+        better = found[winner].kl_mean < best * (1 - MARGIN)
+        rows += [
+            Candidate(label, fidelity.kl_mean, kept=better and label == winner)
+            for label, fidelity in found.items()
+        ]
+        if better:
+            kept, best = tried[winner], found[winner].kl_mean
+    return Choice(kept, rows, before.kl_mean, best, before.tokens)
+
+
+def judge(
+    model: Any,
+    plan: Plan,
+    options: Mapping[str, Transforms],
+    tokens: TokenSet,
+    on_tokens: Callable[[int], None] = lambda _: None,
+) -> dict[str, Fidelity]:
+    """Fidelity of the engine's own quantizer behind each set of transforms.
+
+    FP8 is judged at scale 1.0 and with Q rounded too, as FP8 attention kernels do.
+    """
+    unit = None if plan.format.dynamic else scales.unit(plan)
+    variants = {
+        label: Variant(QuantizedCache(plan.format, unit, option), with_query=not plan.format.dynamic)
+        for label, option in options.items()
+    }
+    return evaluate.fidelities(
+        model, variants, plan.recipe.evaluation.batch_size, tokens, on_tokens=on_tokens
+    )
+
+
+def proposals(
+    name: str, model: Any, plan: Plan, statistics: Statistics, keys: key_turn.Keys | None, kept: Transforms
+) -> dict[str, Transforms]:
+    """Candidates of one name on top of ``kept``, by label; none where this model or format has no use for it.
+
+    ``keys`` is what turns are searched on; only formats that the engine rotates have a use for them.
+    """
+    spec, folds = plan.model, plan.recipe.folds
+    if name == "key_scale":
+        return {
+            f"key_scale {folds.scales} x{strength:g}": key_scale.propose(
+                statistics, spec, strength=strength, powers_of_two=folds.scales == "power_of_two"
+            )
+            for strength in STRENGTHS
+        }
+    found = {
+        "key_turn": lambda: key_turn.propose(keys, spec, kept) if keys else Transforms({}),
+        "value_scale": lambda: value_map.scale(statistics, spec, plan.recipe.scale),
+        "value_hadamard": lambda: value_map.hadamard(spec, seed=None),
+        "value_random_hadamard": lambda: value_map.hadamard(spec, seed=folds.seed),
+        "value_balanced": lambda: value_map.balanced(statistics, spec, model),
+        "key_offset": lambda: key_offset.foldable(statistics, spec, model),
+    }[name]()
+    return {name: found} if found.layers else {}

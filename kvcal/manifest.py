@@ -1,0 +1,98 @@
+"""Where a checkpoint comes from: model, text, seeds, versions, machine and time."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcal import __version__
+from kvcal.data import TokenSet
+from kvcal.plan import Plan
+from kvcal.recipe import Text
+from kvcal.sources import Source
+
+
+def compute_of(model: Any) -> dict[str, str]:
+    """Where and in which dtype a model computes."""
+    return {
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": model.config._attn_implementation,
+    }
+
+
+def build(
+    source: Source,
+    plan: Plan,
+    compute: dict[str, str],
+    text: TokenSet,
+    held_out: TokenSet,
+    seconds: dict[str, float],
+) -> dict[str, Any]:
+    """The document behind ``manifest.json``."""
+    return {
+        "kvcal": __version__,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": {"name": source.name, "kind": source.kind, "revision": source.revision},
+        "architecture": asdict(plan.model) | {"layers": len(plan.layers)},
+        "compute": compute,
+        "calibration": _text_record(text, plan.recipe.calibration) | {"seed": plan.recipe.calibration.seed},
+        "evaluation": _text_record(held_out, plan.recipe.evaluation),
+        "seconds": seconds,
+        "versions": _versions(),
+        "machine": _machine(),
+    }
+
+
+def _text_record(found: TokenSet, wanted: Text) -> dict[str, Any]:
+    return {
+        "dataset": wanted.dataset,
+        "samples": len(found.samples),
+        "tokens": found.tokens,
+        "sha256": found.content_hash,
+    }
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "transformers", "safetensors", "compressed-tensors", "datasets", "tokenizers", "triton")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "system": platform.platform(),
+        "cpu": names[0] if names else platform.processor(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+class Clock:
+    """Seconds per step."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = round(now - self._last, 2)
+        self._last = now

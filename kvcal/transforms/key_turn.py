@@ -1,0 +1,148 @@
+"""Quarter turns of K and Q within RoPE pairs, for a quantizer that rotates by a fixed Hadamard transform.
+
+RoPE commutes with every rotation inside its own pairs: ``(k_a, k_b) -> (k_b, -k_a)``, done to Q and K alike,
+leaves each logit as it was. Quarter turns only exchange rows of ``W_q`` and ``W_k`` and change signs, so the
+fold is exact in every dtype and can be taken back bit for bit. Behind a QK-norm, whose gains multiply each
+channel by itself, half turns remain (both gains of a pair change sign); channels without RoPE may change sign
+one by one.
+
+Why it pays: an engine that stores ``H D k`` with signs ``D`` of its own and one scale per token is at the
+mercy of the range ``max - min`` of the rotated vector. K has a large part that all tokens share, so the
+pattern that ``D`` happens to make of that part costs range at every token. Turning pairs is choosing ``D``
+anew for this model. The search goes through the pairs of a head one by one and keeps a turn that lowers the
+mean of ``range²``, which the error variance of an asymmetric quantizer is proportional to, weighted by how
+much each token's error costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcal import capture, online
+from kvcal.arch import LayerSpec, ModelSpec
+from kvcal.data import TokenSet
+from kvcal.kernels import reference
+from kvcal.transforms.record import LayerTransform, Transforms
+
+_SWEEPS = 4
+# Tokens per head that the search looks at; more change little and cost in proportion.
+_TOKENS = 384
+
+
+@dataclass(frozen=True)
+class Keys:
+    """K of some calibration tokens, per layer.
+
+    ``key`` is ``(kv_heads, tokens, head_dim)`` float32 on the CPU; ``weight`` is ``(kv_heads, tokens)``, the
+    cost of an error of one token: over queries ``(p (1 - p))² ‖q‖²``, how far a logit's error moves the
+    probability.
+    """
+
+    key: dict[int, torch.Tensor]
+    weight: dict[int, torch.Tensor]
+
+
+@torch.inference_mode()
+def sample(model: Any, spec: ModelSpec, tokens: TokenSet) -> Keys:
+    """K and the weights of the first tokens of the text; one forward pass without the output head."""
+    key: dict[int, list[torch.Tensor]] = {layer.index: [] for layer in spec.layers}
+    weight: dict[int, list[torch.Tensor]] = {layer.index: [] for layer in spec.layers}
+
+    def see(call: capture.AttentionCall) -> None:
+        key[call.layer].append(call.key[0].float().cpu())
+        weight[call.layer].append(_cost(call).cpu())
+
+    samples = tokens.samples[: max(1, -(-2 * _TOKENS // len(tokens.samples[0])))]
+    with capture.intercept(model, see):
+        for batch in TokenSet(samples).batches(1):
+            model.base_model(**batch.inputs(model.device), use_cache=False)
+    return Keys(
+        {i: _thinned(torch.cat(parts, 1), 1) for i, parts in key.items()},
+        {i: _thinned(torch.cat(parts, 1), 1) for i, parts in weight.items()},
+    )
+
+
+def propose(keys: Keys, spec: ModelSpec, before: Transforms) -> Transforms:
+    """Turns for each layer on top of the transforms ``before``."""
+    found = {}
+    for layer in spec.layers:
+        k = keys.key[layer.index]
+        if layer.index in before.layers:
+            _, k, _ = before.layers[layer.index].apply(k[None], k[None], k[None])
+            k = k[0]
+        turn = _search(k, keys.weight[layer.index], layer, spec)
+        if not torch.equal(turn, torch.eye(layer.head_dim, dtype=torch.float64).expand_as(turn)):
+            found[layer.index] = LayerTransform(key_turn=turn)
+    return Transforms(found)
+
+
+def _cost(call: capture.AttentionCall) -> torch.Tensor:
+    q, k = call.query[0].float(), call.key[0].float()
+    heads, tokens, _ = q.shape
+    group = heads // k.shape[0]
+    logits = torch.matmul(q, k.repeat_interleave(group, 0).transpose(1, 2)) * call.scaling
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    hidden = ~reference.visible(tokens, tokens, call.window, q.device)
+    p = logits.masked_fill(hidden, float("-inf")).softmax(-1)
+    cost = torch.einsum("hij,hi->hj", (p * (1 - p)).square(), q.square().sum(-1))
+    return cost.view(k.shape[0], group, tokens).sum(1)
+
+
+def _thinned(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Evenly spaced tokens, ``_TOKENS`` at most."""
+    step = -(-x.shape[dim] // _TOKENS)
+    return x[:, ::step].clone()
+
+
+def _search(k: torch.Tensor, weight: torch.Tensor, layer: LayerSpec, spec: ModelSpec) -> torch.Tensor:
+    """Signed permutations ``(kv_heads, head_dim, head_dim)`` float64, ``k' = turn k``."""
+    head_dim = layer.head_dim
+    rotation = online.rotation(head_dim).to(k)  # rows: rotated = rotation @ k
+    turn = torch.eye(head_dim).expand(k.shape[0], -1, -1).clone()
+    shared = spec.qk_norm == "head"
+    weight = weight / weight.sum(-1, keepdim=True)
+    x, y = k.clone(), torch.matmul(k, rotation.T)
+    best = _range(y, weight, shared)
+    for _ in range(_SWEEPS):
+        start = best
+        for channels in _tied_channels(layer):
+            for signs, order in _turns(channels, spec):
+                moved = x[..., order] * torch.tensor(signs)
+                tried = y + torch.matmul(moved - x[..., channels], rotation[:, channels].T)
+                cost = _range(tried, weight, shared)
+                take = cost < best
+                best = torch.where(take, cost, best)
+                y = torch.where(take[:, None, None], tried, y)
+                x[..., channels] = torch.where(take[:, None, None], moved, x[..., channels])
+                turned = turn[:, order] * torch.tensor(signs)[:, None]
+                turn[:, channels] = torch.where(take[:, None, None], turned, turn[:, channels])
+        if bool((best > 0.999 * start).all()):
+            break
+    return turn.double()
+
+
+def _range(y: torch.Tensor, weight: torch.Tensor, shared: bool) -> torch.Tensor:
+    """Weighted mean of ``range²`` per head. The zero point cannot leave the range, so 0 is always in it."""
+    low, high = y.amin(-1).clamp(max=0), y.amax(-1).clamp(min=0)
+    cost = ((high - low).square() * weight).sum(-1)
+    return cost.sum().expand_as(cost) if shared else cost
+
+
+def _tied_channels(layer: LayerSpec) -> list[list[int]]:
+    ties = layer.channel_ties
+    return [[c for c in range(layer.head_dim) if ties[c] == tie] for tie in range(max(ties) + 1)]
+
+
+def _turns(channels: list[int], spec: ModelSpec) -> list[tuple[list[float], list[int]]]:
+    """Turns of one pair, or of one free channel: signs, and the channels that come to stand there."""
+    if len(channels) == 1:
+        return [([-1.0], channels)]
+    a, b = channels
+    half = [([-1.0, -1.0], [a, b])]
+    if spec.qk_norm != "none":
+        return half
+    return [([1.0, -1.0], [b, a]), *half, ([-1.0, 1.0], [b, a])]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 
-from kvcal import calibrate, evaluate, scales
+from kvcal import calibrate, evaluate, folding, scales
 from kvcal.cache import QuantizedCache
 from kvcal.data import TokenSet
+from kvcal.evaluate import Variant
 from kvcal.plan import Plan
 from kvcal.recipe import ScaleRule
+from kvcal.statistics import Statistics
+from kvcal.transforms import key_hadamard, key_offset, key_scale, key_turn, value_map
+from kvcal.transforms.proof import FoldedWeights
+from kvcal.transforms.record import Transforms
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,21 @@ class RuleRow:
 
     rule: str
     headroom: float | None
+    kl_mean: float
+    kl_p99: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True)
+class FoldRow:
+    """One transform alone on the engine's own quantizer, judged on calibration text that did not shape it.
+
+    ``where``: in the weights, rounded as the checkpoint would round them, or online, which no engine
+    executes.
+    """
+
+    transform: str
+    where: str
     kl_mean: float
     kl_p99: float
     top1_agreement: float
@@ -91,6 +111,50 @@ def capture_overhead(
         low, _, high = quantiles(ratios, n=4)
         rows.append(Overhead(mode, median(ratios), low, high, pairs))
     return rows
+
+
+def folds(model: Any, plan: Plan, tokens: TokenSet, on_tokens: Callable[[int], None]) -> list[FoldRow]:
+    """Fidelity of every transform alone, those that can only be done online included."""
+    spec = plan.model
+    shaping, judging = folding.split(tokens, len(tokens.samples) // 2)
+    statistics = calibrate.calibrate(model, plan, shaping, on_tokens=on_tokens)
+    unit = None if plan.format.dynamic else scales.unit(plan)
+    plain = QuantizedCache(plan.format, unit)
+    variants = {("none", ""): Variant(plain, with_query=not plan.format.dynamic)}
+    for name, option in _foldable(model, plan, statistics, shaping).items():
+        weights = FoldedWeights(model, spec, option, getattr(torch, spec.dtype))
+        variants[name, "weights"] = replace(variants["none", ""], weights=weights)
+    for name, option in {
+        "key_hadamard": key_hadamard.propose(spec, seed=plan.recipe.folds.seed),
+        "key_offset": key_offset.mean(statistics, spec),
+    }.items():
+        cache = QuantizedCache(plan.format, unit, option)
+        variants[name, "online"] = replace(variants["none", ""], cache=cache)
+    found = evaluate.fidelities(
+        model, variants, plan.recipe.evaluation.batch_size, judging, on_tokens=on_tokens
+    )
+    return [
+        FoldRow(name, where, fidelity.kl_mean, fidelity.kl_p99, fidelity.top1_agreement)
+        for (name, where), fidelity in found.items()
+    ]
+
+
+def _foldable(model: Any, plan: Plan, statistics: Statistics, shaping: TokenSet) -> dict[str, Transforms]:
+    spec, seed = plan.model, plan.recipe.folds.seed
+    scaled = {
+        f"key_scale {name}": key_scale.propose(statistics, spec, strength=1.0, powers_of_two=powers)
+        for name, powers in (("power_of_two", True), ("free", False))
+    }
+    found = scaled | {
+        "value_scale": value_map.scale(statistics, spec, plan.recipe.scale),
+        "value_hadamard": value_map.hadamard(spec, seed=None),
+        "value_random_hadamard": value_map.hadamard(spec, seed=seed),
+        "value_balanced": value_map.balanced(statistics, spec, model),
+        "key_offset (part)": key_offset.foldable(statistics, spec, model),
+    }
+    if plan.format.rotated:
+        found["key_turn"] = key_turn.propose(key_turn.sample(model, spec, shaping), spec, Transforms({}))
+    return {name: option for name, option in found.items() if option.layers}
 
 
 def scale_rules(model: Any, plan: Plan, tokens: TokenSet, on_tokens: Callable[[int], None]) -> list[RuleRow]:

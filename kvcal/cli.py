@@ -6,17 +6,15 @@ Heavy imports happen inside the commands: ``kvcal --help`` must not wait for tor
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
-import textwrap
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvcal import __version__, terminal
+from kvcal import __version__, cli_bench, cli_recipes, terminal
 from kvcal.errors import EXIT_CODES, CheckFailed, GateFailed, KvcalError, UsageError
 from kvcal.options import (
     CALIBRATION_FIELDS,
@@ -42,11 +40,9 @@ from kvcal.options import (
     Split,
     TrustRemoteCode,
     changes,
+    recipe_named,
+    request_of,
 )
-
-if TYPE_CHECKING:
-    from kvcal.recipe import Recipe
-    from kvcal.run import Request
 
 app = typer.Typer(
     name="kvcal",
@@ -56,13 +52,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-recipes_app = typer.Typer(help="List, show and validate recipes.", rich_markup_mode=None)
-app.add_typer(recipes_app, name="recipes")
-bench_app = typer.Typer(
-    help="Measure what kvcal itself costs, and how its choices compare.",
-    rich_markup_mode=None,
-)
-app.add_typer(bench_app, name="bench")
+app.add_typer(cli_recipes.app, name="recipes")
+app.add_typer(cli_bench.app, name="bench")
 
 _INTERRUPTED = 130
 
@@ -112,8 +103,8 @@ def calibrate(
     from kvcal import report, run
 
     wanted = changes(ctx, CALIBRATION_FIELDS)
-    request = _request(model, revision, device, trust_remote_code, allow_pickle, output, overwrite)
-    document, folder = run.run_calibrate(request, _recipe(recipe, wanted), terminal.narrator())
+    request = request_of(model, revision, device, trust_remote_code, allow_pickle, output, overwrite)
+    document, folder = run.run_calibrate(request, recipe_named(recipe, wanted), terminal.narrator())
     if as_json:
         terminal.print_json(document | {"folder": str(folder)})
     else:
@@ -153,7 +144,7 @@ def plan(
     """
     from kvcal import preflight, report
 
-    wanted = _recipe(recipe, changes(ctx, CALIBRATION_FIELDS))
+    wanted = recipe_named(recipe, changes(ctx, CALIBRATION_FIELDS))
     resolved, source = preflight.resolve(model, revision, wanted, terminal.narrator())
     document = report.plan_document(resolved, source.name)
     if as_json:
@@ -238,7 +229,7 @@ def validate(
     from kvcal import report, run
 
     wanted = changes(ctx, EVALUATION_FIELDS)
-    request = _request(str(folder), device=device, trust_remote_code=trust_remote_code)
+    request = request_of(str(folder), device=device, trust_remote_code=trust_remote_code)
     found = run.run_validate(folder, request, wanted, terminal.narrator())
     if as_json:
         terminal.print_json(report.validation_document(found))
@@ -266,122 +257,13 @@ def evaluate(
     from kvcal import report, run
 
     wanted = changes(ctx, EVALUATION_FIELDS)
-    request = _request(str(folder), device=device, trust_remote_code=trust_remote_code)
+    request = request_of(str(folder), device=device, trust_remote_code=trust_remote_code)
     found = run.run_evaluate(folder, request, wanted, terminal.narrator())
     document = report.fidelity_document(found)
     if as_json:
         terminal.print_json(document)
     else:
         report.print_fidelity(terminal.console(), document)
-
-
-@bench_app.command("capture")
-def bench_capture(
-    ctx: typer.Context,
-    model: Model = "demo",
-    samples: Samples = 4,
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = None,
-    pairs: Annotated[int, typer.Option(min=2, help="Paired runs per mode.")] = 10,
-    device: Device = "auto",
-    as_json: Json = False,
-) -> None:
-    """Time a forward pass with and without collecting statistics, in paired runs.
-
-    Example: kvcal bench capture --model demo --pairs 10
-    """
-    from kvcal import run
-
-    recipe = _recipe(None, changes(ctx, CALIBRATION_FIELDS))
-    terminal.print_rows(
-        run.run_bench_capture(_request(model, device=device), recipe, pairs, terminal.narrator()), as_json
-    )
-
-
-@bench_app.command("rules")
-def bench_rules(
-    ctx: typer.Context,
-    model: Model = "demo",
-    granularity: GranularityName = None,
-    samples: Samples = None,
-    seq_len: SeqLen = None,
-    batch_size: BatchSize = None,
-    device: Device = "auto",
-    as_json: Json = False,
-) -> None:
-    """Compare scale rules: half of the calibration text sets the scales, the other half judges them.
-
-    Example: kvcal bench rules --model demo --granularity per_head
-    """
-    from kvcal import run
-
-    recipe = _recipe(None, changes(ctx, CALIBRATION_FIELDS))
-    terminal.print_rows(
-        run.run_bench_rules(_request(model, device=device), recipe, terminal.narrator()), as_json
-    )
-
-
-@recipes_app.command("list")
-def recipes_list(as_json: Json = False) -> None:
-    """List the recipes that kvcal ships.
-
-    Example: kvcal recipes list
-    """
-    from kvcal import recipe
-
-    found = {name: recipe.load(name).description for name in recipe.shipped()}
-    if as_json:
-        terminal.print_json(found)
-    else:
-        indent = max(map(len, found)) + 2
-        columns = shutil.get_terminal_size().columns
-        for name, description in found.items():
-            line = f"{name:<{indent}}{description}"
-            typer.echo(textwrap.fill(line, columns, subsequent_indent=" " * indent))
-
-
-@recipes_app.command("show")
-def recipes_show(
-    name: Annotated[str, typer.Argument(help="Name of a shipped recipe, or a file.")], as_json: Json = False
-) -> None:
-    """Print a recipe with every default filled in.
-
-    Example: kvcal recipes show fp8-per-head
-    """
-    from kvcal import recipe
-
-    found = recipe.load(name)
-    if as_json:
-        terminal.print_json(found.model_dump())
-    else:
-        typer.echo(found.to_yaml(), nl=False)
-
-
-@recipes_app.command("validate")
-def recipes_validate(
-    name: Annotated[str, typer.Argument(help="Recipe file.")], as_json: Json = False
-) -> None:
-    """Report every fault of a recipe at once.
-
-    Example: kvcal recipes validate recipes/fp8-ci.yaml
-    """
-    from kvcal import recipe
-    from kvcal.errors import RecipeError
-
-    try:
-        recipe.load(name)
-    except RecipeError as error:
-        if as_json:
-            terminal.print_json({"ok": False, "faults": error.faults})
-        else:
-            for fault in error.faults:
-                typer.echo(fault)
-        count = len(error.faults)
-        terminal.fail(UsageError(f"{name}: {count} fault{'s' if count > 1 else ''}"))
-    if as_json:
-        terminal.print_json({"ok": True, "faults": []})
-    else:
-        typer.echo(f"{name}: valid")
 
 
 def main() -> None:
@@ -407,24 +289,3 @@ def main() -> None:
     if code == _INTERRUPTED:  # typer turns an interrupt inside a command into this code, without a word
         terminal.leave("interrupted; nothing was left behind", _INTERRUPTED)
     sys.exit(code or 0)
-
-
-def _recipe(name: str | None, changes: dict[str, Any]) -> Recipe:
-    from kvcal import recipe
-
-    return (recipe.load(name) if name else recipe.Recipe()).override(changes)
-
-
-def _request(
-    model: str,
-    revision: str | None = None,
-    device: str = "auto",
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
-    output: Path | None = None,
-    overwrite: bool = False,
-) -> Request:
-    from kvcal.models import Trust
-    from kvcal.run import Request
-
-    return Request(model, revision, output, overwrite, device, Trust(trust_remote_code, allow_pickle))

@@ -63,12 +63,13 @@ class EngineSpec:
 
         ``granularity`` is None where no static scales are written.
         """
-        if fmt.name not in self.cache_dtype:
-            return [
-                f"{self.name} {self.version} has no {fmt.name} cache; it has {', '.join(self.cache_dtype)}"
-            ]
         reasons = []
-        if deliver not in self.deliveries(fmt):
+        known = fmt.name in self.cache_dtype
+        if not known:
+            reasons.append(
+                f"{self.name} {self.version} has no {fmt.name} cache; it has {', '.join(self.cache_dtype)}"
+            )
+        elif deliver not in self.deliveries(fmt):
             reasons.append(
                 f"{self.name} {self.version} loads no static scales for {fmt.name}, which it scales itself;"
                 " only --deliver fold reaches it, through the weights"
@@ -79,7 +80,7 @@ class EngineSpec:
                 f" use {' or '.join(self.granularities)}"
             )
         reasons += self._about_weights(model, deliver)
-        for head_dim in sorted({layer.head_dim for layer in model.layers}):
+        for head_dim in sorted({layer.head_dim for layer in model.layers}) if known else []:
             reasons += self._about_head_dim(head_dim, fmt, granularity)
         return reasons
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from kvcal.recipe import Recipe
+    from kvcal.run import Request
 
 Model = Annotated[
     str, typer.Option(help="Hub id, local folder, .gguf file, or 'demo' (SmolLM2-135M-Instruct from PyPI).")
@@ -83,3 +87,26 @@ def changes(ctx: typer.Context, fields: dict[str, tuple[str, ...]]) -> dict[str,
         for path in paths
         if ctx.params.get(option) is not None
     }
+
+
+def recipe_named(name: str | None, changes: dict[str, Any]) -> Recipe:
+    """The recipe of a file or of kvcal's own, or the default one, with what the command line sets."""
+    from kvcal import recipe
+
+    return (recipe.load(name) if name else recipe.Recipe()).override(changes)
+
+
+def request_of(
+    model: str,
+    revision: str | None = None,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    output: Path | None = None,
+    overwrite: bool = False,
+) -> Request:
+    """What a command asks for beside the recipe."""
+    from kvcal.models import Trust
+    from kvcal.run import Request
+
+    return Request(model, revision, output, overwrite, device, Trust(trust_remote_code, allow_pickle))

@@ -214,6 +214,13 @@ def run_bench_rules(request: Request, recipe: recipes.Recipe, narrator: Narrator
         return bench.scale_rules(model, resolved, text, on_tokens)
 
 
+def run_bench_folds(request: Request, recipe: recipes.Recipe, narrator: Narrator) -> list[bench.FoldRow]:
+    """What each transform is worth on its own, on calibration text alone."""
+    model, resolved, text = _open(request, recipe, narrator)
+    with narrator.bar("bench", text.tokens) as on_tokens:
+        return bench.folds(model, resolved, text, on_tokens)
+
+
 def _open(
     request: Request, recipe: recipes.Recipe, narrator: Narrator
 ) -> tuple[Any, plan.Plan, data.TokenSet]:

@@ -64,8 +64,10 @@ RANKS: dict[str, float] = {
     "measure": 10.2,
     "report": 10.5,
     "run": 11,
-    "options": 11,
+    "options": 11.2,
     "terminal": 11,
+    "cli_bench": 11.5,
+    "cli_recipes": 11.5,
     "cli": 12,
     "__main__": 13,
     "vllm_probe": 0,  # runs in the engine's environment, which has no kvcal

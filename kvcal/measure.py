@@ -69,44 +69,44 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What the run found.
+class Folds:
+    """What is to be folded, chosen and proven on the unfolded model.
 
-    ``before`` is the same cache in front of unfolded weights, with scales of their own where any are written;
-    ``choice``, ``folding``, ``before`` and ``proof`` are None where nothing was to be folded. ``expected``
-    has the original's logits for :func:`prove_written`.
+    ``weights`` puts the folded weights in place of the model's own, rounded as the checkpoint rounds them.
+    ``statistics`` are of the unfolded model. ``sample`` and ``expected`` are tokens ``(1, tokens)`` and the
+    original's logits for them, ``(tokens, vocab)``, for :func:`prove_written`.
     """
+
+    choice: folding.Choice
+    folding: Folding
+    proof: Proof
+    weights: Weights
+    statistics: Statistics
+    sample: torch.Tensor
+    expected: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the run found. ``before`` is the same cache in front of unfolded weights, if any were folded."""
 
     statistics: Statistics
     cache: QuantizedCache
     validation: Validation
     evaluation: Evaluation
     before: Evaluation | None = None
-    choice: folding.Choice | None = None
-    folding: Folding | None = None
-    proof: Proof | None = None
-    expected: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def summaries(self, plan: Plan) -> dict[int, dict[Side, scales.SideSummary]]:
         """What the report says of each layer and side."""
         return scales.summarize(self.statistics, self.cache.scales, plan)
 
 
-def carry_out(job: Job) -> Outcome:
-    """Everything up to the files."""
-    return _folded(job) if job.plan.folds else _with_scales(job)
+def fold(job: Job) -> Folds:
+    """Choose folds on calibration text and prove them in memory.
 
-
-def _with_scales(job: Job) -> Outcome:
-    statistics = _statistics(job, "calibrate", job.text)
-    cache = _cache(job.plan, statistics)
-    validation = validated(job.model, cache, job.held_out, job.narrator)
-    job.clock.lap("validate")
-    evaluation = _evaluations(job, {"after": (cache, nullcontext)})["after"]
-    return Outcome(statistics, cache, validation, evaluation)
-
-
-def _folded(job: Job) -> Outcome:
+    Raises:
+        ModelError: a fold is not exact for this model after all.
+    """
     plan, model, spec = job.plan, job.model, job.plan.model
     shaping, judging = folding.split(job.text, plan.recipe.folds.samples)
     statistics = _statistics(job, "calibrate", shaping)
@@ -117,54 +117,49 @@ def _folded(job: Job) -> Outcome:
     proof.require_exact(errors)
     stored = getattr(torch, spec.dtype)
     weights = proof.FoldedWeights(model, spec, choice.transforms, stored)
-    job.clock.lap("prove folds")
-
-    before = _cache(plan, statistics)
-    with weights():
-        statistics = _statistics(job, "calibrate folded", job.text)
-        cache = _cache(plan, statistics)
-        validation = validated(model, cache, job.held_out, job.narrator)
-    job.clock.lap("validate")
-    found = _evaluations(job, {"before": (before, nullcontext), "after": (cache, weights)})
-    few, expected = _unquantized(model, job.held_out)
-    return Outcome(
-        statistics,
-        cache,
-        validation,
-        found["after"],
-        before=found["before"],
-        choice=choice,
-        folding=Folding(spec, choice.transforms),
-        proof=Proof(
-            block_error=max(errors.values(), default=0.0),
-            kl=_kl(model, few, expected, weights),
-            rounding_kl=_kl(
-                model, few, expected, proof.rounded_again(model, spec, choice.transforms, stored)
-            ),
-            tokens=few.shape[1],
-        ),
-        expected=(few, expected.cpu()),
+    sample, expected = _unquantized(model, job.held_out)
+    again = proof.rounded_again(model, spec, choice.transforms, stored)
+    found = Proof(
+        block_error=max(errors.values(), default=0.0),
+        kl=_kl(model, sample, expected, weights),
+        rounding_kl=_kl(model, sample, expected, again),
+        tokens=sample.shape[1],
     )
+    job.clock.lap("prove folds")
+    folds = Folding(spec, choice.transforms)
+    return Folds(choice, folds, found, weights, statistics, sample.cpu(), expected.cpu())
 
 
-def prove_written(outcome: Outcome, written: Any) -> Outcome:
+def measure(job: Job, folds: Folds | None) -> Outcome:
+    """Statistics, scales, errors and fidelity of the model with its folds."""
+    weights: Weights = nullcontext if folds is None else folds.weights
+    with weights():
+        statistics = _statistics(job, "calibrate folded" if folds else "calibrate", job.text)
+        cache = _cache(job.plan, statistics)
+        validation = validated(job.model, cache, job.held_out, job.narrator)
+    job.clock.lap("validate")
+    caches = {"after": (cache, weights)}
+    if folds is not None:
+        caches["before"] = (_cache(job.plan, folds.statistics), nullcontext)
+    found = _evaluations(job, caches)
+    return Outcome(statistics, cache, validation, found["after"], found.get("before"))
+
+
+def prove_written(folds: Folds, written: Any) -> Folds:
     """Hold the written checkpoint, loaded again, against the original's logits.
 
     Raises:
         ModelError: it differs by more than rounding its weights explains.
     """
-    assert outcome.proof is not None
-    assert outcome.expected is not None
-    few, expected = outcome.expected
-    found = dataclasses.replace(
-        outcome.proof, kl=_kl(written, few.to(written.device), expected.to(written.device), nullcontext)
-    )
+    device = written.device
+    kl = _kl(written, folds.sample.to(device), folds.expected.to(device), nullcontext)
+    found = dataclasses.replace(folds.proof, kl=kl)
     if not found.kl <= found.allowed_kl:
         raise ModelError(
             f"the folded checkpoint is {found.kl:.2g} nats from the original, rounding its weights explains"
             f" {found.allowed_kl:.2g}; use --deliver metadata for this model"
         )
-    return dataclasses.replace(outcome, proof=found, expected=None)
+    return dataclasses.replace(folds, proof=found)
 
 
 def validated(model: Any, cache: QuantizedCache, held_out: data.TokenSet, narrator: Narrator) -> Validation:

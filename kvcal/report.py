@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # rows are only read here; `kvcal plan` need not wait for tor
     from kvcal.check import Finding
     from kvcal.evaluate import Evaluation
     from kvcal.gates import GateResult
-    from kvcal.measure import Outcome
+    from kvcal.measure import Folds, Outcome
     from kvcal.scales import SideSummary
     from kvcal.validate import Validation
 
@@ -34,6 +34,7 @@ _DELIVERED = {
 def build(
     plan: Plan,
     outcome: Outcome,
+    folds: Folds | None,
     gates: Sequence[GateResult],
     findings: Sequence[Finding],
     serve: Sequence[str],
@@ -49,7 +50,8 @@ def build(
         ],
         "deliver": plan.deliver,
         **fidelity_document(outcome.evaluation),
-        "folds": _folds(outcome),
+        "folds": _folds(folds, outcome),
+        "weights": plan.recipe.weights.scheme if plan.recipe.weights else None,
         "attention_error": {
             "mean": validation.mean,
             "worst_layer": validation.worst[0],
@@ -66,18 +68,18 @@ def build(
     }
 
 
-def _folds(outcome: Outcome) -> Report | None:
-    choice, folding, proof = outcome.choice, outcome.folding, outcome.proof
-    if choice is None or folding is None or proof is None or outcome.before is None:
+def _folds(folds: Folds | None, outcome: Outcome) -> Report | None:
+    if folds is None:
         return None
+    choice = folds.choice
     return {
         "kept": [c.name for c in choice.candidates if c.kept],
         "candidates": [asdict(c) for c in choice.candidates],
         "judging": {"kl_before": choice.kl_before, "kl_after": choice.kl_after, "tokens": choice.tokens},
-        "before": fidelity_document(outcome.before),
-        "proof": asdict(proof) | {"allowed_kl": proof.allowed_kl},
-        "reversible": folding.reversible,
-        "tensors": len(folding.tensors),
+        "before": fidelity_document(outcome.before) if outcome.before else None,
+        "proof": asdict(folds.proof) | {"allowed_kl": folds.proof.allowed_kl},
+        "reversible": folds.folding.reversible,
+        "tensors": len(folds.folding.tensors),
     }
 
 

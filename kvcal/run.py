@@ -27,6 +27,7 @@ from kvcal import (
     sources,
     unfold,
     validate,
+    weights,
 )
 from kvcal import recipe as recipes
 from kvcal.cache import QuantizedCache
@@ -70,40 +71,41 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
         clock = manifest.Clock()
         source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
         bundle.base_weight_map(source.folder, set(vllm.tensor_names(resolved)))  # refuse before the work
+        if recipe.weights is not None:
+            weights.refuse(source.folder, recipe.weights.scheme, resolved.model)
         tokenizer = models.load_tokenizer(source.folder, request.trust)
         text = _text(resolved, tokenizer, narrator)
         held_out = _held_out_text(resolved, tokenizer, narrator)
-        job = measure.Job(
-            resolved,
-            _load(source.folder, resolved, device, request, narrator),
-            text,
-            held_out,
-            narrator,
-            clock,
-        )
+        model = _load(source.folder, resolved, device, request, narrator)
+        job = measure.Job(resolved, model, text, held_out, narrator, clock)
         clock.lap("load")
-        outcome = measure.carry_out(job)
+        folds = measure.fold(job) if resolved.folds else None
+        base, onto_base = source.folder, folds
+        if recipe.weights is not None:
+            base, folds = _quantize_weights(job, source.folder, folds, stage, device, request)
+            resolved, onto_base = job.plan, None  # folded already
+        outcome = measure.measure(job, onto_base)
         compute = manifest.compute_of(job.model)
 
         results = gates.apply(recipe.gates, outcome.evaluation.cache, outcome.validation)
         with bundle.translated_os_errors(stage.destination):
-            base_config = source.config().get("quantization_config")
+            base_config = sources.read_config(base).get("quantization_config")
             written = vllm.to_bundle(outcome.cache.scales, resolved, base_config)
-            if outcome.folding is not None:
-                written = outcome.folding.onto(written)
-            bundle.write(written, source.folder, stage.folder)
-            if outcome.folding is not None:
-                outcome.folding.save(stage.records)
+            bundle.write(onto_base.folding.onto(written) if onto_base else written, base, stage.folder)
+            if onto_base is not None:
                 job.forget_model()  # the written one is loaded now, and two may not fit
-                again = _load(stage.folder, resolved, device, request, narrator)
-                outcome = measure.prove_written(outcome, again)
+                folds = measure.prove_written(
+                    onto_base, _load(stage.folder, resolved, device, request, narrator)
+                )
+            if folds is not None:
+                folds.folding.save(stage.records)
             (stage.records / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
             findings = check.check(stage.folder, recipe.engine)
             clock.lap("export and check")
             serve = vllm.serve_command(str(stage.destination), resolved)
-            document = report.build(resolved, outcome, results, findings, serve)
+            document = report.build(resolved, outcome, folds, results, findings, serve)
             outcome.statistics.save(stage.records / "statistics.safetensors")
-            if outcome.cache.scales is not None:
+            if resolved.granularity is not None and outcome.cache.scales is not None:
                 outcome.cache.scales.save(stage.records / "scales.safetensors")
             bundle.write_json(stage.records / "plan.json", plan_document)
             bundle.write_json(
@@ -118,6 +120,35 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
                 return document, stage.commit_failure()
             stage.commit()
     return document, destination
+
+
+def _quantize_weights(
+    job: measure.Job,
+    base: Path,
+    folds: measure.Folds | None,
+    stage: bundle.Stage,
+    device: torch.device,
+    request: Request,
+) -> tuple[Path, measure.Folds | None]:
+    """Fold, then quantize the weights; the job goes on with the outcome. Returns its folder and the folds."""
+    scheme = job.plan.recipe.weights.scheme  # type: ignore[union-attr]
+    spec = job.plan.model
+    job.forget_model()
+    with bundle.translated_os_errors(stage.destination):
+        if folds is not None:
+            plain = stage.beside("folded")
+            bundle.write(folds.folding.onto(bundle.Bundle({}, None)), base, plain)
+            folds = measure.prove_written(folds, _load(plain, job.plan, device, request, job.narrator))
+            base = plain
+        job.narrator.say(f"quantizing the weights: {scheme}")
+        target = stage.beside("quantized")
+        weights.quantize(base, target, scheme, job.text, spec, trust=request.trust, say=job.narrator.notice)
+    job.clock.lap("quantize weights")
+    quantized = arch.read(sources.read_config(target))
+    # The KV part of the plan stays as it was; folds are in the weights already.
+    job.plan = replace(job.plan, model=replace(quantized, dtype=spec.dtype))
+    job.model = _load(target, job.plan, device, request, job.narrator)
+    return target, folds
 
 
 def run_unfold(folder: Path, output: Path, *, overwrite: bool, rounded: bool) -> unfold.Unfolded:

@@ -78,8 +78,7 @@ def compute(statistics: Statistics, plan: Plan, rule: ScaleRule | None = None) -
 
 def unit(plan: Plan) -> Scales:
     """Scale 1.0 everywhere: what an engine uses for a format whose scales it was not given."""
-    one = torch.ones(1)
-    return Scales({layer.index: dict.fromkeys(SIDES, one) for layer in plan.layers})
+    return Scales({layer.index: {side: torch.ones(1) for side in SIDES} for layer in plan.layers})
 
 
 def from_amax(amax: torch.Tensor, largest: float, rule: ScaleRule) -> torch.Tensor:

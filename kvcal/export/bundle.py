@@ -63,6 +63,12 @@ class Stage:
         """Where the run's own records go."""
         return self.folder / RECORDS
 
+    def beside(self, name: str) -> Path:
+        """A new folder for an intermediate checkpoint, gone when the stage is."""
+        folder = self.folder.with_name(name)
+        folder.mkdir()
+        return folder
+
     def commit(self) -> None:
         """Put the finished checkpoint in place; an existing one goes only now."""
         _refuse_existing(self.destination, self.overwrite)  # it may have come while the run worked

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvcal import capture, online
@@ -28,8 +29,10 @@ from kvcal.kernels import reference
 from kvcal.transforms.record import LayerTransform, Transforms
 
 _SWEEPS = 4
+# A sweep that gains less than a thousandth is the last.
+_SETTLED = 0.999
 # Tokens per head that the search looks at; more change little and cost in proportion.
-_TOKENS = 384
+_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -100,36 +103,39 @@ def _thinned(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _search(k: torch.Tensor, weight: torch.Tensor, layer: LayerSpec, spec: ModelSpec) -> torch.Tensor:
     """Signed permutations ``(kv_heads, head_dim, head_dim)`` float64, ``k' = turn k``."""
-    head_dim = layer.head_dim
-    rotation = online.rotation(head_dim).to(k)  # rows: rotated = rotation @ k
-    turn = torch.eye(head_dim).expand(k.shape[0], -1, -1).clone()
+    # numpy: thousands of steps on small arrays, where torch's threads would mostly wait for each other.
+    rotation = online.rotation(layer.head_dim).numpy()  # rotated = rotation @ k
     shared = spec.qk_norm == "head"
-    weight = weight / weight.sum(-1, keepdim=True)
-    x, y = k.clone(), torch.matmul(k, rotation.T)
-    best = _range(y, weight, shared)
+    cost_of = (weight / weight.sum(-1, keepdim=True)).numpy()
+    x = k.float().numpy().copy()
+    turn = np.broadcast_to(np.eye(layer.head_dim), (len(x), layer.head_dim, layer.head_dim)).copy()
+    y = x @ rotation.T
+    best = _range(y, cost_of, shared)
     for _ in range(_SWEEPS):
         start = best
         for channels in _tied_channels(layer):
             for signs, order in _turns(channels, spec):
-                moved = x[..., order] * torch.tensor(signs)
-                tried = y + torch.matmul(moved - x[..., channels], rotation[:, channels].T)
-                cost = _range(tried, weight, shared)
+                moved = x[:, :, order] * np.array(signs, dtype=x.dtype)
+                tried = y + (moved - x[:, :, channels]) @ rotation[:, channels].T
+                cost = _range(tried, cost_of, shared)
                 take = cost < best
-                best = torch.where(take, cost, best)
-                y = torch.where(take[:, None, None], tried, y)
-                x[..., channels] = torch.where(take[:, None, None], moved, x[..., channels])
-                turned = turn[:, order] * torch.tensor(signs)[:, None]
-                turn[:, channels] = torch.where(take[:, None, None], turned, turn[:, channels])
-        if bool((best > 0.999 * start).all()):
+                if not take.any():
+                    continue
+                best = np.where(take, cost, best)
+                y[take] = tried[take]
+                for head in np.flatnonzero(take):
+                    x[head][:, channels] = moved[head]
+                    turn[head, channels] = turn[head, order] * np.array(signs)[:, None]
+        if (best > _SETTLED * start).all():
             break
-    return turn.double()
+    return torch.from_numpy(turn)
 
 
-def _range(y: torch.Tensor, weight: torch.Tensor, shared: bool) -> torch.Tensor:
+def _range(y: np.ndarray, cost_of: np.ndarray, shared: bool) -> np.ndarray:
     """Weighted mean of ``range²`` per head. The zero point cannot leave the range, so 0 is always in it."""
-    low, high = y.amin(-1).clamp(max=0), y.amax(-1).clamp(min=0)
-    cost = ((high - low).square() * weight).sum(-1)
-    return cost.sum().expand_as(cost) if shared else cost
+    extent = np.maximum(y.max(-1), 0) - np.minimum(y.min(-1), 0)
+    cost: np.ndarray = (extent * extent * cost_of).sum(-1)
+    return np.full_like(cost, cost.sum()) if shared else cost
 
 
 def _tied_channels(layer: LayerSpec) -> list[list[int]]:

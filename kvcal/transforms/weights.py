@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 
 from kvcal.arch import LayerSpec, ModelSpec
+from kvcal.errors import ModelError
 from kvcal.transforms.record import LayerTransform
 
 Fold = Callable[[torch.Tensor], torch.Tensor]
@@ -95,7 +96,11 @@ class _Changes:
         def fold(tensor: torch.Tensor) -> torch.Tensor:
             factor = self._factor(side, tensor) * self._signs(side, tensor)
             if self._model.qk_norm == "head":
-                factor = factor[0]  # the heads share their gains, hence the scales
+                if not torch.equal(factor, factor[:1].expand_as(factor)):
+                    raise ModelError(
+                        f"layer {self._layer.index}: heads that share QK-norm gains must share scales"
+                    )
+                factor = factor[0]
             added = 1.0 if self._model.norm_adds_one else 0.0
             work = (tensor.double() + added) * factor.reshape(tensor.shape) - added
             return work.to(tensor.dtype)

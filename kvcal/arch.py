@@ -51,8 +51,9 @@ class Family:
     ``rotary_factor`` is the share of a head's channels that rotates where the config, under
     ``rotary_field`` or in its RoPE section, does not say; None for families whose code rotates them all.
 
-    ``qk_norm``, ``norm_adds_one``, ``q_norm`` and ``k_norm`` are those of :class:`ModelSpec`. ``refused``
-    has the config fields that must not be set, as no :class:`ModelSpec` can describe the outcome, with why.
+    ``qk_norm``, ``norm_adds_one``, ``q_norm`` and ``k_norm`` are those of :class:`ModelSpec`. ``key_bias``
+    says whether K has a bias, or names the config field that does. ``refused`` has the config fields that
+    must not be set, as no :class:`ModelSpec` can describe the outcome, with why.
     """
 
     model_type: str
@@ -67,6 +68,7 @@ class Family:
     norm_adds_one: bool = False
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
+    key_bias: bool | str = "attention_bias"
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -82,10 +84,14 @@ FAMILIES: dict[str, Family] = {
     f.model_type: f
     for f in (
         Family("llama"),
-        Family("mistral", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
-        Family("mixtral", defaults={"num_key_value_heads": 8}),
-        Family("qwen2", defaults={"num_key_value_heads": 32} | _OPTIONAL_WINDOW),
-        Family("qwen2_moe", defaults={"num_key_value_heads": 16, "use_sliding_window": False}),
+        Family("mistral", defaults={"num_key_value_heads": 8, "sliding_window": 4096}, key_bias=False),
+        Family("mixtral", defaults={"num_key_value_heads": 8}, key_bias=False),
+        Family("qwen2", defaults={"num_key_value_heads": 32} | _OPTIONAL_WINDOW, key_bias=True),
+        Family(
+            "qwen2_moe",
+            defaults={"num_key_value_heads": 16, "use_sliding_window": False, "qkv_bias": True},
+            key_bias="qkv_bias",
+        ),
         Family(
             "qwen3",
             defaults={"num_key_value_heads": 32, "head_dim": 128} | _OPTIONAL_WINDOW,
@@ -111,32 +117,42 @@ FAMILIES: dict[str, Family] = {
             "phi3",
             projections=Projections(q="qkv_proj", k="qkv_proj", v="qkv_proj", fused="blocks"),
             rotary_factor=1.0,
+            key_bias=False,
         ),
         Family("olmo2", qk_norm="full"),
         Family("granite"),
-        Family("starcoder2", defaults={"num_key_value_heads": 2}),
+        Family("starcoder2", defaults={"num_key_value_heads": 2, "use_bias": True}, key_bias="use_bias"),
         Family("cohere2", defaults=_EVERY_FOURTH_FULL, rope="interleaved", rope_layers="sliding"),
         Family(
             "stablelm",
             defaults={"num_key_value_heads": 32},
             rotary_factor=0.25,
+            key_bias="use_qkv_bias",
             refused=_QK_LAYERNORM,
         ),
         Family(
             "gpt_neox",
             attention_module="gpt_neox.layers.{index}.attention",
+            defaults={"attention_bias": True},
             projections=Projections(
                 q="query_key_value", k="query_key_value", v="query_key_value", o="dense", fused="heads"
             ),
             rotary_factor=0.25,
             rotary_field="rotary_pct",
         ),
-        Family("phi", projections=Projections(o="dense"), rotary_factor=0.5, refused=_QK_LAYERNORM),
+        Family(
+            "phi",
+            projections=Projections(o="dense"),
+            rotary_factor=0.5,
+            key_bias=True,
+            refused=_QK_LAYERNORM,
+        ),
         Family(
             "exaone4",
             defaults={"num_key_value_heads": 32} | _EVERY_FOURTH_FULL,
             rope_layers="hybrid",
             qk_norm="head",
+            key_bias=False,
         ),
     )
 }
@@ -196,10 +212,11 @@ class LayerSpec:
 class ModelSpec:
     """Geometry of a decoder as its config announces it, and what its code does to Q and K on the way.
 
-    ``qk_norm`` is the RMS norm that Q and K go through before RoPE: none, over each head with one gain
-    vector of ``head_dim`` that all heads share (``head``), or over all heads at once with a gain for each
-    head's channels (``full``). Its gains are the weights of the modules ``q_norm`` and ``k_norm``, paths
-    relative to :attr:`LayerSpec.module`. ``norm_adds_one``: all norms multiply by ``1 + weight``.
+    ``qk_norm`` is the RMS norm that Q and K go through before RoPE: none, over each head with one gain vector
+    of ``head_dim`` that all heads share (``head``), or over all heads at once with a gain for each head's
+    channels (``full``). Its gains are the weights of the modules ``q_norm`` and ``k_norm``, paths relative to
+    :attr:`LayerSpec.module`. ``norm_adds_one``: all norms multiply by ``1 + weight``. ``key_bias``: the
+    projection to K has a bias.
     """
 
     model_type: str
@@ -216,6 +233,7 @@ class ModelSpec:
     norm_adds_one: bool
     q_norm: str
     k_norm: str
+    key_bias: bool
     layers: tuple[LayerSpec, ...]
 
     @property
@@ -285,6 +303,7 @@ def read(config: Mapping[str, Any]) -> ModelSpec:
         norm_adds_one=family.norm_adds_one,
         q_norm=family.q_norm,
         k_norm=family.k_norm,
+        key_bias=bool(config.get(family.key_bias) if isinstance(family.key_bias, str) else family.key_bias),
         layers=tuple(
             LayerSpec(
                 index=index,

@@ -22,7 +22,7 @@ from kvcal import arch, engines, formats, granularity, models, sources
 from kvcal import recipe as recipes
 from kvcal.arch import LayerSpec, ModelSpec
 from kvcal.engines import EngineSpec
-from kvcal.errors import KvcalError, ModelError, UsageError
+from kvcal.errors import KvcalError, ModelError, RecipeError, UsageError
 from kvcal.export import bundle, folded
 from kvcal.granularity import Granularity
 from kvcal.recipe import SIDES, Side
@@ -171,7 +171,11 @@ def _plain(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
 
 
 def _has_format(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
-    recipe = recipes.load(str(checkpoint.folder / bundle.RECORDS / "recipe.yaml"))
+    try:
+        recipe = recipes.load(str(checkpoint.folder / bundle.RECORDS / "recipe.yaml"))
+    except RecipeError as error:
+        yield str(error)
+        return
     unquantized = dataclasses.replace(checkpoint.model, quant_method=None)  # weights may be, after the fold
     yield from engine.refusals(unquantized, formats.get(recipe.format), None, "fold")
 
@@ -182,8 +186,15 @@ def _folds_delivered(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str
     section = checkpoint.config.get("quantization_config")
     if isinstance(section, dict) and section.get("config_groups"):
         return  # rounded since: the weights say nothing exact any more
-    unfolding = folded.Unfolding(checkpoint.model, checkpoint.folds)
-    for name, row in checkpoint.folds.tensors.items():
+    try:
+        yield from _not_restored(checkpoint, checkpoint.folds)
+    except ModelError as error:  # folds of another model
+        yield str(error)
+
+
+def _not_restored(checkpoint: Checkpoint, folds: folded.Record) -> Iterator[str]:
+    unfolding = folded.Unfolding(checkpoint.model, folds)
+    for name, row in folds.tensors.items():
         file = checkpoint.weight_map.get(name)
         if file is None:
             yield f"{name} was folded and is not in the files"

@@ -151,6 +151,7 @@ def plan(
         terminal.print_json(document)
     else:
         report.print_plan(terminal.console(), document)
+        report.print_advice(terminal.console(), document)
 
 
 @app.command()

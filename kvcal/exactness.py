@@ -30,6 +30,8 @@ def _key_offset(model: ModelSpec) -> Reason:
         return "the QK-norm follows the bias that would carry the offset"
     if not any(free_channels(layer) for layer in model.layers):
         return "after RoPE a constant is no constant of the weights; only channels without RoPE can carry it"
+    if not model.key_bias:
+        return "the model has no bias of K that could carry the offset"
     return None
 
 

@@ -8,10 +8,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 from kvcal import exactness
-from kvcal.plan import Plan
+from kvcal.plan import Plan, advice
 from kvcal.recipe import SIDES, Side
 
 if TYPE_CHECKING:  # rows are only read here; `kvcal plan` need not wait for torch
@@ -102,6 +103,7 @@ def plan_document(plan: Plan, source_name: str) -> Report:
         "scale_bytes": plan.scale_bytes,
         "engine": _engine(plan, broken=[]),
         "folds": exactness.table(plan.model) if plan.folds else None,
+        "advice": advice(plan),
         "calibration_tokens_at_most": plan.recipe.calibration.samples * plan.seq_len,
         "notices": list(plan.notices),
     }
@@ -152,7 +154,16 @@ def print_plan(console: Console, document: Report) -> None:
         f" ({ratio:.2f}x less)",
     )
     table.add_row("engine", f"{engine['name']} {engine['version']} consumes it: {engine['reasons'][0]}")
+    if document["folds"] is not None:
+        exact = [name for name, why_not in document["folds"].items() if why_not is None]
+        table.add_row("exact folds", ", ".join(exact))
     console.print(table, highlight=False)
+
+
+def print_advice(console: Console, document: Report) -> None:
+    console.print("formats worth a look", style="bold")
+    for line in document["advice"]:
+        console.print(Padding(f"- {line}", (0, 0, 0, 2)), highlight=False)
 
 
 def print_report(console: Console, report: Report) -> None:

@@ -196,7 +196,7 @@ def _live_findings(result: check_live.LiveResult, announced: bool) -> list[check
     rules = [
         (
             f"{result.engine} holds the written scales" if announced else f"{result.engine} scales by 1.0",
-            scale_problems,
+            scale_problems + ([] if announced else others),
             f"{len(result.scales)} compared, bit-equal",
         ),
         (

@@ -41,12 +41,13 @@ def unfold(source: Path, target: Path, *, rounded: bool) -> Unfolded:
     if not rounded:
         _refuse_rounded(source, [n for n, t in record.tensors.items() if t.restored == "rounded"])
     config = sources.read_config(source)
+    model = arch.read(config)
     if (config.get("quantization_config") or {}).get("config_groups"):
         raise ModelError(f"{source}: its weights were quantized after the fold; unfold the model before that")
     lost = sorted(record.tensors.keys() - models.weight_map(source).keys())
     if lost:
         raise ModelError(f"{source}: lacks {lost[0]}, which the record of folds names")
-    unfolding = folded.Unfolding(arch.read(config), record)
+    unfolding = folded.Unfolding(model, record)
     bundle.write(unfolding.onto(bundle.Bundle({}, None)), source, target)
     _drop_kv_scheme(target)
     if not rounded:  # the files may have changed since they were folded

@@ -210,6 +210,31 @@ def test_norm_without_weight_is_zero_unless_it_adds_one(family: str) -> None:
             assert bool(norm(torch.randn(2, norm.weight.numel())).any()) == spec.norm_adds_one
 
 
+BIASES: dict[str, dict[str, Any]] = {
+    "stablelm": {"use_qkv_bias": True},
+    "qwen2_moe": {"qkv_bias": False},
+    "starcoder2": {"use_bias": False},
+    "gpt_neox": {"attention_bias": False},
+    "llama": {"attention_bias": True},
+    "qwen3": {"attention_bias": True},
+    "gemma2": {"attention_bias": True},
+    "olmo2": {"attention_bias": True},
+    "granite": {"attention_bias": True},
+    "cohere2": {"attention_bias": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [*((family, {}) for family in tiny.FAMILIES), *BIASES.items()],
+)
+def test_key_bias_is_what_the_real_model_has(family: str, changes: dict[str, Any]) -> None:
+    model, spec = built(family, changes)
+    for layer in spec.layers:
+        projection = model.get_submodule(f"{layer.module}.{spec.projections.k}")
+        assert (projection.bias is not None) == spec.key_bias
+
+
 @pytest.mark.parametrize("family", ["stablelm", "phi"])
 def test_layer_norms_of_q_and_k_are_refused(family: str) -> None:
     with pytest.raises(PlanRefused, match=f"model_type '{family}' with qk_layernorm: LayerNorms of Q and K"):

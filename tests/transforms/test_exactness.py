@@ -40,9 +40,7 @@ def built(variant: str) -> tuple[Any, ModelSpec]:
 
 
 def only(transforms: Transforms, step: str) -> Transforms:
-    return Transforms(
-        {i: LayerTransform(**{step: getattr(t, step)}) for i, t in transforms.layers.items()}
-    )
+    return Transforms({i: LayerTransform(**{step: getattr(t, step)}) for i, t in transforms.layers.items()})
 
 
 @every_variant
@@ -127,9 +125,16 @@ def test_the_model_is_left_as_it_was() -> None:
     folded = proof.FoldedWeights(model, spec, transforms)
     ids = torch.arange(9)[None]
     plain = model(ids).logits
-    with pytest.raises(RuntimeError, match="on purpose"), folded():
-        inside = model(ids).logits
-        raise RuntimeError("on purpose")
+    seen = []
+
+    def fail_inside() -> None:
+        with folded():
+            seen.append(model(ids).logits)
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail_inside()
+    (inside,) = seen
     torch.testing.assert_close(inside, plain, rtol=1e-3, atol=1e-4)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     assert hooks == [len(m._forward_pre_hooks) for m in model.modules()]

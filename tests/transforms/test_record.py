@@ -36,9 +36,7 @@ def transform(seed: int, layer: LayerSpec = LAYER, *, signs: bool = False) -> La
 def qkv(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     heads = (LAYER.heads, LAYER.kv_heads, LAYER.kv_heads)
-    q, k, v = (
-        torch.randn(2, h, 7, LAYER.head_dim, generator=generator, dtype=torch.float64) for h in heads
-    )
+    q, k, v = (torch.randn(2, h, 7, LAYER.head_dim, generator=generator, dtype=torch.float64) for h in heads)
     return q, k, v
 
 

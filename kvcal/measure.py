@@ -52,8 +52,7 @@ class Proof:
         block_error: largest relative error of a folded attention block in float64.
         kl: KL of the folded model, nothing quantized, to the original, nats per token; of the written
             checkpoint once that was loaded again.
-        rounding_kl: the same where the touched weights are rounded once more, which is the noise of any
-            change to them.
+        rounding_kl: what rounding the folded weights once more does to the folded model.
         tokens: positions that both were measured on.
     """
 
@@ -117,12 +116,14 @@ def fold(job: Job) -> Folds:
     proof.require_exact(errors)
     stored = getattr(torch, spec.dtype)
     weights = proof.FoldedWeights(model, spec, choice.transforms, stored)
-    sample, expected = _unquantized(model, job.held_out)
+    sample = torch.tensor([job.held_out.samples[0][:_PROOF_TOKENS]], device=model.device)
+    expected = _logits(model, sample, nullcontext)
+    folded = _logits(model, sample, weights)
     again = proof.rounded_again(model, spec, choice.transforms, stored)
     found = Proof(
         block_error=max(errors.values(), default=0.0),
         kl=_kl(model, sample, expected, weights),
-        rounding_kl=_kl(model, sample, expected, again),
+        rounding_kl=_kl(model, sample, folded, again),
         tokens=sample.shape[1],
     )
     job.clock.lap("prove folds")
@@ -195,14 +196,14 @@ def _evaluations(job: Job, caches: dict[str, tuple[QuantizedCache, Weights]]) ->
 
 
 @torch.inference_mode()
-def _unquantized(model: Any, held_out: data.TokenSet) -> tuple[torch.Tensor, torch.Tensor]:
-    few = torch.tensor([held_out.samples[0][:_PROOF_TOKENS]], device=model.device)
-    return few, model(few, use_cache=False).logits[0]
-
-
-@torch.inference_mode()
-def _kl(model: Any, tokens: torch.Tensor, expected: torch.Tensor, weights: Weights) -> float:
+def _logits(model: Any, tokens: torch.Tensor, weights: Weights) -> torch.Tensor:
+    """Logits ``(tokens, vocab)`` of one sample."""
     with weights():
-        found = model(tokens, use_cache=False).logits[0].double().log_softmax(-1)
+        logits: torch.Tensor = model(tokens, use_cache=False).logits[0]
+    return logits
+
+
+def _kl(model: Any, tokens: torch.Tensor, expected: torch.Tensor, weights: Weights) -> float:
     p = expected.double().log_softmax(-1)
-    return float((p.exp() * (p - found)).sum(-1).mean())
+    q = _logits(model, tokens, weights).double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())

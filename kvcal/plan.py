@@ -151,8 +151,8 @@ def advice(plan: Plan) -> list[str]:
     slow = engine.decode_time["int8_per_token_head"] / engine.decode_time["fp8_e4m3"]
     int8 = (
         "int8_per_token_head with --deliver fold: nearly FP8's bytes, and about 9 dB less error once folds"
-        f" have balanced Q and K; {engine.name} scales it online, in a kernel whose decode attention takes about"
-        f" {slow:.0f} times that of FP8 at long context"
+        f" have balanced Q and K; {engine.name} scales it online, in a kernel whose decode attention takes"
+        f" about {slow:.0f} times that of FP8 at long context"
     )
     fp8 = "fp8: the fastest cache of this engine"
     if model.key_bias:

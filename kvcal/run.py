@@ -158,6 +158,7 @@ def run_unfold(folder: Path, output: Path, *, overwrite: bool, rounded: bool) ->
         bundle.translated_os_errors(output),
     ):
         found = unfold.unfold(folder, stage.folder, rounded=rounded)
+        stage.records.rmdir()  # what is written is no outcome of a calibration
         stage.commit()
     return found
 

@@ -85,16 +85,16 @@ class FoldedWeights:
 
 
 def rounded_again(model: Any, spec: ModelSpec, transforms: Transforms, stored: torch.dtype) -> FoldedWeights:
-    """The weights that a fold touches, rounded once more: there and back by a factor that no dtype holds.
+    """Folded weights, rounded once more: there and back by a factor that no dtype holds.
 
-    What this does to the model is the noise that a fold may be within.
+    What this does to the folded model is the noise of rounding such weights, in the basis that they are in.
     """
     rounded = FoldedWeights(model, spec, transforms, stored)
     factor = 2.0**0.5
     with torch.inference_mode(False), torch.no_grad():
         rounded._swaps = [
-            (parameter, old, ((old.double() * factor).to(stored).double() / factor).to(stored).to(old.dtype))
-            for parameter, old, _ in rounded._swaps
+            (parameter, old, ((new.double() * factor).to(stored).double() / factor).to(stored).to(old.dtype))
+            for parameter, old, new in rounded._swaps
         ]
     return rounded
 

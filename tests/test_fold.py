@@ -450,3 +450,35 @@ def test_the_record_of_folds_reads_itself(folded: Path) -> None:
     assert scale is not None
     assert torch.equal(scale[:, 1], scale[:, 17])
     assert float(scale[0, 1]) >= 16
+
+
+@pytest.mark.parametrize(
+    ("scheme", "deliver"), [("FP8_DYNAMIC", "both"), ("FP8_DYNAMIC", "fold"), ("W4A16", "both")]
+)
+def test_weights_are_quantized_after_the_fold(
+    scheme: str, deliver: str, tmp_path: Path, kvcal: Kvcal
+) -> None:
+    """The right order: fold, quantize the weights, collect KV statistics."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 32}
+    base = planted.plant(tiny.save(tmp_path / "model", **sizes), tmp_path / "planted")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"deliver": deliver, "weights": {"scheme": scheme}, "gates": {}}))
+    out = tmp_path / "out"
+    done = kvcal("calibrate", "--model", base, "--recipe", recipe, "--output", out, *SMALL, "--json")
+    assert done.code == 0, done.stderr
+    assert done.document["weights"] == scheme
+    assert "value_scale" in done.document["folds"]["kept"]
+    section = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert section["config_groups"]
+    assert (section.get("kv_cache_scheme") is not None) == (deliver == "both")
+    tensors = all_tensors(out)
+    # Planted values of V are gone from the weights that were quantized, so nothing saturates at scale 1.0.
+    assert max(layer["v"]["amax"] for layer in done.document["layers"]) < 448
+    assert any(n.endswith(("weight_scale", "weight_packed")) for n in tensors)
+    assert len([n for n in tensors if n.endswith("self_attn.k_scale")]) == (3 if deliver == "both" else 0)
+    checked = kvcal("check", out, "--json")
+    assert checked.code == 0, checked.stdout
+    assert kvcal("evaluate", out, "--json").code == 0
+    unfolded = kvcal("unfold", out, "--output", tmp_path / "again")
+    assert unfolded.code == 4
+    assert "its weights were quantized after the fold" in unfolded.stderr

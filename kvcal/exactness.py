@@ -17,6 +17,12 @@ def _always(model: ModelSpec) -> Reason:
     return None
 
 
+def _key_turn(model: ModelSpec) -> Reason:
+    if model.qk_norm != "none" and model.norm_adds_one:
+        return "gains of 1 + w cannot change sign without rounding w"
+    return None
+
+
 def _key_hadamard(model: ModelSpec) -> Reason:
     if any(layer.rope != "none" for layer in model.layers):
         return "a rotation that mixes channels of different RoPE pairs does not commute with RoPE"
@@ -38,7 +44,7 @@ def _key_offset(model: ModelSpec) -> Reason:
 # Transform -> why it cannot be folded into this model; None if it can.
 WHY_NOT_FOLDED: Mapping[str, Callable[[ModelSpec], Reason]] = {
     "key_scale": _always,
-    "key_turn": _always,
+    "key_turn": _key_turn,
     "key_offset": _key_offset,
     "key_hadamard": _key_hadamard,
     "value_scale": _always,

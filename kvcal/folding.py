@@ -7,7 +7,7 @@ no weight. They are judged on calibration text that did not shape them; the eval
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcal import evaluate, scales
@@ -15,12 +15,14 @@ from kvcal.cache import QuantizedCache
 from kvcal.data import TokenSet
 from kvcal.evaluate import Fidelity, Variant
 from kvcal.plan import Plan
-from kvcal.statistics import Statistics
+from kvcal.recipe import Side
+from kvcal.statistics import SideStatistics, Statistics
 from kvcal.transforms import key_offset, key_scale, key_turn, value_map
-from kvcal.transforms.record import Transforms
+from kvcal.transforms.record import LayerTransform, Transforms
 
 # A gain below this share is within what another text would have decided otherwise.
 MARGIN = 0.01
+_ORDER: tuple[Side, ...] = ("q", "k", "v")
 # Powers of the closed form of the K scale; 1 is optimal for errors that spread evenly over channels.
 STRENGTHS = (0.5, 1.0, 1.5)
 
@@ -73,7 +75,7 @@ def choose(
     """Go through the recipe's transforms in order and keep what pays."""
     keys = key_turn.sample(model, plan.model, shaping) if plan.format.rotated else None
     kept = Transforms({})
-    (before,) = judge(model, plan, {"none": kept}, judging, on_tokens).values()
+    (before,) = judge(model, plan, statistics, {"none": kept}, judging, on_tokens).values()
     best = before.kl_mean
     rows: list[Candidate] = []
     for name in plan.recipe.folds.transforms:
@@ -83,7 +85,7 @@ def choose(
             on_tokens(judging.tokens)
             continue
         tried = {label: kept.then(option) for label, option in options.items()}
-        found = judge(model, plan, tried, judging, on_tokens)
+        found = judge(model, plan, statistics, tried, judging, on_tokens)
         winner = min(found, key=lambda label: found[label].kl_mean)
         better = found[winner].kl_mean < best * (1 - MARGIN)
         rows += [
@@ -98,17 +100,21 @@ def choose(
 def judge(
     model: Any,
     plan: Plan,
+    statistics: Statistics,
     options: Mapping[str, Transforms],
     tokens: TokenSet,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Fidelity]:
     """Fidelity of the engine's own quantizer behind each set of transforms.
 
-    FP8 is judged at scale 1.0 and with Q rounded too, as FP8 attention kernels do.
+    FP8 is judged with the scales that would be written, 1.0 if none are, and with Q rounded too, as FP8
+    attention kernels do.
     """
-    unit = None if plan.format.dynamic else scales.unit(plan)
     variants = {
-        label: Variant(QuantizedCache(plan.format, unit, option), with_query=not plan.format.dynamic)
+        label: Variant(
+            QuantizedCache(plan.format, _scales(plan, statistics, option), option),
+            with_query=not plan.format.dynamic,
+        )
         for label, option in options.items()
     }
     return evaluate.fidelities(
@@ -140,3 +146,33 @@ def proposals(
         "key_offset": lambda: key_offset.foldable(statistics, spec, model),
     }[name]()
     return {name: found} if found.layers else {}
+
+
+def _scales(plan: Plan, statistics: Statistics, transforms: Transforms) -> scales.Scales | None:
+    """What the engine would scale by behind these transforms."""
+    if plan.format.dynamic:
+        return None
+    if plan.granularity is None:
+        return scales.unit(plan)
+    layers = {
+        index: _behind(sides, transforms.layers[index]) if index in transforms.layers else sides
+        for index, sides in statistics.layers.items()
+    }
+    return scales.compute(Statistics(layers), plan)
+
+
+def _behind(sides: dict[Side, SideStatistics], transform: LayerTransform) -> dict[Side, SideStatistics]:
+    """Bounds of the extremes behind a transform. FP8 does not mind a scale a few times too large."""
+    magnitudes = {
+        step: value.abs()
+        for step in ("key_scale", "key_offset", "key_turn", "value_map")
+        if (value := getattr(transform, step)) is not None
+    }
+    if "key_offset" in magnitudes:
+        magnitudes["key_offset"] = -magnitudes["key_offset"]  # subtracted, it could add
+    amax = {side: sides[side].amax[None, :, None, :].double() for side in sides}
+    bounds = LayerTransform(**magnitudes).apply(amax["q"], amax["k"], amax["v"])
+    return {
+        side: replace(sides[side], maximum=bound[0, :, 0].float(), minimum=-bound[0, :, 0].float())
+        for side, bound in zip(_ORDER, bounds, strict=True)
+    }

@@ -158,7 +158,8 @@ def prove_written(folds: Folds, written: Any) -> Folds:
     if not found.kl <= found.allowed_kl:
         raise ModelError(
             f"the folded checkpoint is {found.kl:.2g} nats from the original, rounding its weights explains"
-            f" {found.allowed_kl:.2g}; use --deliver metadata for this model"
+            f" {found.allowed_kl:.2g}; take {' and '.join(folds.choice.transforms.steps)} out of"
+            " folds.transforms"
         )
     return dataclasses.replace(folds, proof=found)
 

@@ -11,7 +11,7 @@ from kvcal.engines import Deliver, EngineSpec
 from kvcal.errors import PlanRefused
 from kvcal.formats import KVFormat
 from kvcal.granularity import Granularity
-from kvcal.recipe import MIN_TOKENS, SIDES, Recipe
+from kvcal.recipe import MIN_TOKENS, SIDES, Folds, Recipe
 
 REFERENCE_BITS = 16  # an unquantized cache is BF16 or FP16
 
@@ -141,7 +141,8 @@ def _about_transforms(recipe: Recipe, model: ModelSpec, engine: EngineSpec, deli
         f"folds.transforms: {name} cannot be folded into {model.model_type} exactly: {why_not[name]}"
         + ("" if engine.executes_online else f"; and {engine.name} ignores what it would have to do online")
         for name in recipe.folds.transforms
-        if why_not[name] is not None
+        # The default list is what kvcal would try; it leaves out by itself what this model cannot take.
+        if why_not[name] is not None and recipe.folds.transforms != Folds().transforms
     ]
 
 

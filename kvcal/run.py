@@ -111,7 +111,7 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
             bundle.write_json(
                 stage.records / "manifest.json",
                 manifest.build(source, resolved, compute, text, held_out, clock.laps)
-                | {"sha256": bundle.hashes(stage.folder)},
+                | {"sha256": bundle.hashes(stage.folder, onto_base.folding.tensors if onto_base else ())},
             )
             bundle.write_json(stage.records / "report.json", document)
             markdown = report.markdown(document, resolved, source.name)

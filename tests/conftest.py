@@ -28,7 +28,10 @@ from rich.console import Console
 from kvcal import recipe, run
 from kvcal.cli import main as kvcal_main
 from kvcal.progress import Narrator
-from tests import tiny
+from tests import planted, tiny
+
+# For the interpreter that has vLLM; doctests are looked for in every file.
+collect_ignore = ["vllm_online_probe.py"]
 
 # A loaded machine must not fail a test, and a failure must come again.
 hypothesis.settings.register_profile("kvcal", deadline=None, derandomize=True)
@@ -97,6 +100,32 @@ def exported(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     request = run.Request(str(llama_folder), output=tmp_path_factory.mktemp("exported") / "tiny")
     _, folder = run.run_calibrate(request, wanted, Narrator(Console(stderr=True, quiet=True)))
     return folder
+
+
+@pytest.fixture(scope="session")
+def planted_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama checkpoint whose heads are large enough for every format, with outliers for folds."""
+    folder = tmp_path_factory.mktemp("planted")
+    return planted.plant(tiny.save(folder / "plain", head_dim=32), folder / "outliers")
+
+
+@pytest.fixture(scope="session")
+def folded(planted_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with folds and without scales written by kvcal. Tests that change files copy it first."""
+    fields = {"samples": 4, "seq_len": 48}
+    wanted = recipe.parse(
+        {"format": "int8_per_token_head", "calibration": fields, "evaluation": fields | {"samples": 2}},
+        "tests",
+    )
+    request = run.Request(str(planted_folder), output=tmp_path_factory.mktemp("folded") / "tiny")
+    _, folder = run.run_calibrate(request, wanted, Narrator(Console(stderr=True, quiet=True)))
+    return folder
+
+
+@pytest.fixture
+def folded_copy(folded: Path, tmp_path: Path) -> Path:
+    """A folded checkpoint to break."""
+    return Path(shutil.copytree(folded, tmp_path / "folded"))
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvcal import formats
 from kvcal.export import bundle
 from tests import tiny
 from tests.conftest import Outcome
@@ -28,6 +29,11 @@ K1 = "model.layers.1.self_attn.k_proj.weight"
 NAN, INF = float("nan"), float("inf")
 
 Break = Callable[[Path], Any]
+
+FOLDS = [
+    ("--deliver", "fold"),
+    *(("--format", f.name) for f in formats.FORMATS if f.dynamic),
+]
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int] | None]:
@@ -47,6 +53,12 @@ def one_line_error(outcome: Outcome, code: int) -> str:
     assert "Traceback" not in outcome.stderr
     assert "a bug in kvcal" not in lines[0]
     return lines[0]
+
+
+@pytest.fixture
+def planted_copy(planted_folder: Path, tmp_path: Path) -> Path:
+    """A model with outliers to break."""
+    return Path(shutil.copytree(planted_folder, tmp_path / "planted"))
 
 
 @pytest.fixture
@@ -357,6 +369,52 @@ def test_a_head_that_is_always_zero_is_flagged_and_no_obstacle(
     assert "has a head that is always zero" in outcome.document["layers"][1]["k"]["flags"]
 
 
+@pytest.mark.parametrize("flags", FOLDS, ids=" ".join)
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_a_head_that_is_always_zero_is_no_obstacle_to_folds(
+    side: str,
+    flags: tuple[str, ...],
+    planted_copy: Path,
+    kvcal: Callable[..., Outcome],
+    small: tuple[str, ...],
+):
+    name = K1.replace("k_proj", f"{side}_proj")
+    weights(lambda tensors: tensors[name][:32].zero_())(planted_copy)
+    outcome = kvcal("calibrate", "--model", planted_copy, "--output", "out", *small, *flags, "--json")
+    assert outcome.code == 0, outcome.stderr
+    assert "has a head that is always zero" in outcome.document["layers"][1][side]["flags"]
+    assert kvcal("unfold", "out", "--output", "again").code == 0
+    before, after = (load_file(f / "model.safetensors") for f in (planted_copy, Path("again")))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+FOLDED_MODELS: dict[str, tuple[Break, int, tuple[str, ...]]] = {
+    "quantized base": (
+        config(quantization_config={"quant_method": "compressed-tensors", "config_groups": {"group_0": {}}}),
+        PLAN,
+        ("quantized already (compressed-tensors)", "unquantized model first"),
+    ),
+    "head size": (config(head_dim=16), PLAN, ("head size 16 is below 32", "use fp8")),
+    "NaN in k": (poke(K1, NAN), INPUT, ("layer 1", K1, "NaN")),
+    "infinity in the output projection": (
+        poke(K1.replace("k_proj", "o_proj"), INF),
+        INPUT,
+        ("layer 1", "o_proj.weight", "infinity"),
+    ),
+    "NaN in an MLP": (poke("model.layers.2.mlp.down_proj.weight", NAN), INPUT, ("layer 2", "mlp.down_proj")),
+    "K empty": (scaled(K1, 0.0), INPUT, ("layer 1", "K is zero for every token")),
+    "truncated": (cut("model.safetensors", 300_000), INPUT, ("model.safetensors", "not a whole")),
+}
+
+
+@pytest.mark.parametrize("case", FOLDED_MODELS)
+def test_a_model_that_cannot_be_folded_is_refused(case: str, planted_copy: Path, refused: Callable[..., str]):
+    damage, code, words = FOLDED_MODELS[case]
+    damage(planted_copy)
+    line = refused(code, planted_copy, "--format", "int8_per_token_head")
+    assert all(word in line for word in words), line
+
+
 def test_chats_need_a_template(tmp_path: Path, copied: Path, refused: Callable[..., str]):
     (copied / "chat_template.jinja").unlink()
     turn = {"role": "user", "content": "What is a cache?"}
@@ -394,7 +452,8 @@ def test_fewer_samples_than_asked_are_used_and_this_is_said(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--format", "int5"), ("format", "'int5'", "fp8_e4m3")),
+        (("--format", "int5"), ("format", "'int5'", "fp8_e4m3", "int4_per_token_head")),
+        (("--deliver", "post"), ("deliver", "'post'", "'metadata', 'fold' or 'both'")),
         (("--granularity", "per_moon"), ("per_moon", "per_head")),
         (("--samples", "0"), ("calibration.samples", "0")),
         (("--seq-len", "3"), ("seq_len", "3")),

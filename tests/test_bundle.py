@@ -19,9 +19,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvcal import check, evaluate, models, report, run, scales, statistics
+from kvcal import (
+    check,
+    evaluate,
+    folding,
+    formats,
+    gates,
+    manifest,
+    measure,
+    models,
+    report,
+    scales,
+    statistics,
+)
 from kvcal.errors import ModelError, OutputError
-from kvcal.export import bundle
+from kvcal.export import bundle, folded
+from kvcal.transforms import proof, record
 from tests import tiny
 from tests.conftest import Outcome
 
@@ -149,6 +162,47 @@ def test_a_run_leaves_its_records(llama_folder: Path, kvcal: Kvcal, small: tuple
     ]
 
 
+@pytest.mark.parametrize("flags", [(), ("--deliver", "both")], ids=["metadata", "both"])
+def test_scales_are_recorded_where_they_are_written(
+    flags: tuple[str, ...], llama_folder: Path, kvcal: Kvcal, small: tuple[str, ...], tmp_path: Path
+):
+    assert kvcal("calibrate", "--model", llama_folder, "--output", "out", *small, *flags).code == 0
+    assert (tmp_path / "out" / "kvcal" / "scales.safetensors").exists()
+    assert (tmp_path / "out" / bundle.SCALE_SHARD).exists()
+    assert "quantization_config" in read_json(tmp_path / "out" / "config.json")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--deliver", "fold"), *(("--format", f.name) for f in formats.FORMATS if f.dynamic)],
+    ids=lambda flags: flags[1],
+)
+def test_a_folded_checkpoint_is_as_plain_as_its_base(
+    flags: tuple[str, ...], planted_folder: Path, kvcal: Kvcal, small: tuple[str, ...], tmp_path: Path
+):
+    before = contents(planted_folder)
+    outcome = kvcal("calibrate", "--model", planted_folder, "--output", "out", *small, *flags)
+    assert outcome.code == 0, outcome.stderr
+    assert contents(planted_folder) == before
+    assert set(names(tmp_path / "out")) == set(names(planted_folder)) | {"kvcal"}
+    assert names(tmp_path / "out" / "kvcal") == [
+        "folds.json",
+        "folds.safetensors",
+        "manifest.json",
+        "plan.json",
+        "recipe.yaml",
+        "report.json",
+        "report.md",
+        "statistics.safetensors",
+    ]
+    written = read_json(tmp_path / "out" / "config.json")
+    assert written == read_json(planted_folder / "config.json")
+    assert stored(tmp_path / "out").keys() == stored(planted_folder).keys()
+    kept = read_json(tmp_path / "out" / "kvcal" / "report.json")["folds"]["kept"]
+    linked = (tmp_path / "out" / "model.safetensors").samefile(planted_folder / "model.safetensors")
+    assert linked == (not kept)
+
+
 def test_config_keeps_all_other_keys(copied: Path, tmp_path: Path):
     tiny.edit_config(copied, own_key={"kept": [1, False]})
     before = read_json(copied / "config.json")
@@ -198,16 +252,86 @@ def test_where_links_are_impossible_weights_are_copied(
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
 
 
+# --- weights that change
+
+
+def rewriting(base: Path, output: Path, wanted: bundle.Bundle) -> None:
+    with bundle.staging(output, overwrite=False, base=base) as stage:
+        bundle.write(wanted, base, stage.folder)
+        stage.commit()
+
+
+NORM, K1 = "model.norm.weight", "model.layers.1.self_attn.k_proj.weight"
+
+
+def test_named_tensors_are_rewritten_and_the_others_left_alone(base: Path, tmp_path: Path):
+    before, weights, asked = contents(base), stored(base), []
+
+    def double(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        asked.append(name)
+        return 2 * tensor
+
+    wanted = bundle.Bundle({}, None, frozenset({NORM, K1, "model.ghost"}), double)
+    rewriting(base, tmp_path / "out", wanted)
+    assert sorted(asked) == [K1, NORM]  # each once, and what the base lacks not at all
+    assert contents(base) == before
+    found = stored(tmp_path / "out")
+    assert found.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], 2 * tensor if name in asked else tensor)
+    assert read_json(tmp_path / "out" / "config.json") == read_json(base / "config.json")
+
+
+def test_shards_without_a_rewritten_tensor_are_still_links(copied: Path, tmp_path: Path):
+    shard(copied)
+    wanted = bundle.Bundle({}, None, frozenset({NORM}), lambda _, tensor: tensor + 1)
+    rewriting(copied, tmp_path / "out", wanted)
+    changed = models.weight_map(copied)[NORM]
+    for path in copied.glob("*.safetensors"):
+        assert (tmp_path / "out" / path.name).samefile(path) == (path.name != changed)
+
+
+def test_scales_can_go_with_rewritten_weights(base: Path, tmp_path: Path):
+    wanted = bundle.Bundle(BUNDLE.tensors, BUNDLE.quantization, frozenset({NORM}), lambda _, t: -t)
+    rewriting(base, tmp_path / "out", wanted)
+    before, found = stored(base), stored(tmp_path / "out")
+    assert found.keys() == before.keys() | {SCALE}
+    assert torch.equal(found[NORM], -before[NORM])
+    assert not (
+        tmp_path / "out" / "model.safetensors"
+    ).exists()  # transformers would read it before any index
+
+
+def test_without_scales_a_single_file_needs_no_index(copied: Path, tmp_path: Path):
+    rewriting(copied, tmp_path / "out", bundle.Bundle({}, None))
+    assert names(tmp_path / "out") == sorted([*names(copied), "kvcal"])
+    assert (tmp_path / "out" / "model.safetensors").samefile(copied / "model.safetensors")
+
+
+def test_pickled_weights_are_rewritten_as_they_are_converted(copied: Path, tmp_path: Path):
+    weights = load_file(copied / "model.safetensors")
+    torch.save(weights, copied / "pytorch_model.bin")
+    (copied / "model.safetensors").unlink()
+    before = contents(copied)
+    wanted = bundle.Bundle({}, None, frozenset({NORM, "model.ghost"}), lambda _, t: 2 * t)
+    rewriting(copied, tmp_path / "out", wanted)
+    assert contents(copied) == before
+    found = stored(tmp_path / "out")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(t, 2 * weights[n] if n == NORM else weights[n]) for n, t in found.items())
+
+
 # --- failures
 
 _MEASURING: dict[str, tuple[Any, str]] = {
     "tokenizer": (models, "load_tokenizer"),
     "load": (models, "load"),
-    "calibrate": (run.calibrate, "calibrate"),
+    "calibrate": (measure.calibrate, "calibrate"),
     "compute": (scales, "compute"),
-    "validate": (run.validate, "validate"),
-    "evaluate": (evaluate, "evaluate"),
-    "gates": (run.gates, "apply"),
+    "validate": (measure.validate, "validate"),
+    "evaluate": (evaluate, "evaluations"),
+    "gates": (gates, "apply"),
 }
 _WRITING: dict[str, tuple[Any, str]] = {
     "link": (bundle, "_link_or_copy"),
@@ -218,10 +342,26 @@ _WRITING: dict[str, tuple[Any, str]] = {
     "build": (report, "build"),
     "statistics": (statistics, "save_file"),
     "scales": (scales, "save_file"),
+    "manifest": (manifest, "build"),
     "markdown": (report, "markdown"),
     "rename": (os, "rename"),
 }
 STEPS = _MEASURING | _WRITING
+_FOLDING: dict[str, tuple[Any, str]] = {
+    "split": (folding, "split"),
+    "choose": (folding, "choose"),
+    "block errors": (proof, "block_errors"),
+    "rounded again": (proof, "rounded_again"),
+    "prove written": (measure, "prove_written"),
+}
+_WRITING_FOLDS: dict[str, tuple[Any, str]] = {
+    "read shard": (bundle, "load_file"),
+    "rewrite": (folded.Folding, "_rewrite"),
+    "save shard": (bundle, "save_file"),
+    "transforms": (record, "save_file"),
+    "record": (folded, "write_json"),
+}
+FOLD_STEPS = _FOLDING | _WRITING_FOLDS
 FAULTS = {
     "bug": (RuntimeError("planted"), 1),
     "disk": (OSError(errno.EIO, "Input/output error"), 7),
@@ -243,7 +383,37 @@ def test_a_failure_at_any_step_leaves_base_and_output_as_they_were(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    base, before = llama_folder, contents(llama_folder)
+    leaves_nothing(STEPS[step], fault, llama_folder, kvcal, small, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("step", "fault"),
+    [(step, "bug") for step in _FOLDING]
+    + [(step, fault) for step in _WRITING_FOLDS for fault in ("disk", "Ctrl-C")],
+)
+def test_a_failure_while_weights_are_folded_leaves_base_and_output_as_they_were(
+    step: str,
+    fault: str,
+    planted_folder: Path,
+    kvcal: Kvcal,
+    small: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    flags = (*small, "--format", "int8_per_token_head")
+    leaves_nothing(FOLD_STEPS[step], fault, planted_folder, kvcal, flags, tmp_path, monkeypatch)
+
+
+def leaves_nothing(
+    step: tuple[Any, str],
+    fault: str,
+    base: Path,
+    kvcal: Kvcal,
+    flags: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = contents(base)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("work")
     error, code = FAULTS[fault]
@@ -251,9 +421,9 @@ def test_a_failure_at_any_step_leaves_base_and_output_as_they_were(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(*STEPS[step], fail)
-    outcome = kvcal("calibrate", "--model", base, "--output", "out", "--overwrite", *small)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(*step, fail)
+        outcome = kvcal("calibrate", "--model", base, "--output", "out", "--overwrite", *flags)
     assert outcome.code == code, outcome.stderr
     assert sum(line.startswith("error:") for line in outcome.stderr.splitlines()) == 1
     assert contents(base) == before

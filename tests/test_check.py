@@ -22,6 +22,7 @@ from kvcal.progress import Narrator
 from tests import tiny
 
 Tensors = dict[str, torch.Tensor]
+Break = Callable[[Path], Any]
 SHARD = "kvcal-scales.safetensors"
 WEIGHTS = "model-base.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,6 +38,9 @@ PRESENT = "every layer has k, v and q scales"
 NAMES = "no scale under another name"
 SHAPES = "shapes and dtypes fit the strategy"
 VALUES = "values are finite and above zero"
+PLAIN = "config announces nothing but the weights"
+FORMAT = "engine has the format for this model"
+FOLDED = "folded weights are what was written"
 
 
 def broken(kvcal: Callable[..., Any], folder: Path) -> dict[str, str]:
@@ -67,9 +71,10 @@ def edit_scales(folder: Path, edit: Callable[[Tensors], Any]) -> None:
     edit_json(folder / INDEX, reindex)
 
 
-def write(folder: Path, output: Path, granularity: str) -> Path:
+def write(folder: Path, output: Path, granularity: str | None, deliver: str = "metadata") -> Path:
     changes = {
         "granularity": granularity,
+        "deliver": deliver,
         "calibration.samples": 2,
         "calibration.seq_len": 32,
         "evaluation.samples": 1,
@@ -392,6 +397,241 @@ def test_a_folder_or_engine_that_is_not_there_is_bad_usage(exported: Path, tmp_p
         check.check(tmp_path / "no", "vllm")
     with pytest.raises(UsageError, match="unknown engine 'sglang'"):
         check.check(exported, "sglang")
+
+
+# Folded checkpoints
+
+K_PROJ = "model.layers.0.self_attn.k_proj.weight"
+K_BIAS = "model.layers.0.self_attn.k_proj.bias"
+RECORD, TRANSFORMS = Path("kvcal", "folds.json"), Path("kvcal", "folds.safetensors")
+
+
+def edit_weights(edit: Callable[[Tensors], Any], file: Path = Path("model.safetensors")) -> Break:
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / file)
+        edit(tensors)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+
+    return apply
+
+
+def edit_record(edit: Callable[[dict[str, Any]], Any]) -> Break:
+    return lambda folder: edit_json(folder / RECORD, edit)
+
+
+def edit_transforms(edit: Callable[[Tensors], Any]) -> Break:
+    return edit_weights(edit, TRANSFORMS)
+
+
+def test_a_folded_checkpoint_as_written_passes(kvcal: Callable[..., Any], folded: Path) -> None:
+    assert broken(kvcal, folded) == {}
+    rules = [finding.rule for finding in check.check(folded, "vllm")]
+    assert rules == [READABLE, PLAIN, FORMAT, AGREE, FOLDED]
+
+
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_head"])
+def test_folds_with_scales_are_held_against_both_contracts(
+    kvcal: Callable[..., Any], planted_folder: Path, tmp_path: Path, granularity: str
+) -> None:
+    output = write(planted_folder, tmp_path / "out", granularity, deliver="both")
+    assert broken(kvcal, output) == {}
+    rules = [finding.rule for finding in check.check(output, "vllm")]
+    assert rules == [READABLE, CONFIG, CONSUMED, AGREE, PRESENT, NAMES, SHAPES, VALUES, FOLDED]
+    edit_scales(output, lambda t: (t[K0].zero_(), t.pop(V2)))
+    value = load_file(output / WEIGHTS)
+    (output / WEIGHTS).unlink()
+    folded_name = next(iter(json.loads((output / RECORD).read_text())["tensors"]))
+    value[folded_name] += 1
+    save_file(value, output / WEIGHTS, metadata={"format": "pt"})
+    assert list(broken(kvcal, output)) == [PRESENT, VALUES, FOLDED]
+
+
+def test_fp8_folded_for_scale_1_passes(
+    kvcal: Callable[..., Any], planted_folder: Path, tmp_path: Path
+) -> None:
+    assert broken(kvcal, write(planted_folder, tmp_path / "out", None, deliver="fold")) == {}
+
+
+FOLD_FAULTS: dict[str, tuple[Break, str, str]] = {
+    "one weight changed": (
+        edit_weights(lambda t: t[K_PROJ].view(-1)[5:6].add_(1)),
+        FOLDED,
+        f"{K_PROJ} is not what was written: unfolding it does not give the original",
+    ),
+    "signs": (
+        edit_weights(lambda t: t[K_PROJ].neg_()),
+        FOLDED,
+        f"{K_PROJ} is not what was written",
+    ),
+    "NaN": (
+        edit_weights(lambda t: t[K_PROJ].view(-1)[-1:].fill_(float("nan"))),
+        FOLDED,
+        f"{K_PROJ} holds NaN or infinity",
+    ),
+    "infinity": (
+        edit_weights(lambda t: t[K_PROJ].view(-1)[-1:].fill_(float("inf"))),
+        FOLDED,
+        f"{K_PROJ} holds NaN or infinity",
+    ),
+    "another dtype": (
+        edit_weights(lambda t: t.update({K_PROJ: t[K_PROJ].float()})),
+        FOLDED,
+        f"{K_PROJ} is not what was written",
+    ),
+    "a folded tensor is gone": (
+        edit_weights(lambda t: t.pop(K_PROJ)),
+        FOLDED,
+        f"{K_PROJ} was folded and is not in the files",
+    ),
+    "the unfolded weights": (
+        edit_weights(lambda t: [t[n].mul_(2) for n in t if n.endswith("k_proj.weight")]),
+        FOLDED,
+        f"{K_PROJ} is not what was written",
+    ),
+    "record names what is not there": (
+        edit_record(lambda r: r["tensors"].update({K_BIAS: r["tensors"][K_PROJ]})),
+        FOLDED,
+        f"{K_BIAS} was folded and is not in the files",
+    ),
+    "record has another hash": (
+        edit_record(lambda r: r["tensors"][K_PROJ].update(sha256="0" * 64)),
+        FOLDED,
+        f"{K_PROJ} is not what was written",
+    ),
+    "transforms of zero": (
+        edit_transforms(lambda t: [tensor.zero_() for tensor in t.values()]),
+        FOLDED,
+        f"{K_PROJ} is not what was written",
+    ),
+    "record of a later kvcal": (
+        edit_record(lambda r: r.update(version=2)),
+        READABLE,
+        "folds.json: version 2 of the record, this kvcal reads 1",
+    ),
+    "record without tensors": (
+        edit_record(lambda r: r.pop("tensors")),
+        READABLE,
+        "folds.json: is no record of folds",
+    ),
+    "record of rows that are none": (
+        edit_record(lambda r: r["tensors"].update({K_PROJ: "x"})),
+        READABLE,
+        "folds.json: is no record of folds",
+    ),
+    "record that is not JSON": (
+        lambda f: (f / RECORD).write_text("{"),
+        READABLE,
+        "folds.json: is no record of folds",
+    ),
+    "record of bytes": (
+        lambda f: (f / RECORD).write_bytes(b"\xff"),
+        READABLE,
+        "folds.json: is no record of folds",
+    ),
+    "no transforms": (
+        lambda f: (f / TRANSFORMS).unlink(),
+        READABLE,
+        "folds.safetensors: holds no transforms that can be read",
+    ),
+    "transforms garbage": (
+        lambda f: (f / TRANSFORMS).write_bytes(b"x" * 64),
+        READABLE,
+        "folds.safetensors: holds no transforms that can be read",
+    ),
+    "a section of config that says nothing": (
+        lambda f: tiny.edit_config(f, quantization_config={"quant_method": "compressed-tensors"}),
+        PLAIN,
+        "config.json has a quantization_config that quantizes nothing; remove it",
+    ),
+    "no recipe": (
+        lambda f: (f / "kvcal" / "recipe.yaml").unlink(),
+        FORMAT,
+        "recipe.yaml: cannot be read",
+    ),
+    "a recipe of a later kvcal": (
+        lambda f: (f / "kvcal" / "recipe.yaml").write_text("format: int3_per_token_head"),
+        FORMAT,
+        "unknown format 'int3_per_token_head'",
+    ),
+    "heads too small for the format": (
+        lambda f: tiny.edit_config(f, head_dim=16),
+        FORMAT,
+        "head size 16 is below 32",
+    ),
+}
+
+
+@pytest.mark.parametrize(("plant", "rule", "message"), FOLD_FAULTS.values(), ids=FOLD_FAULTS)
+def test_fault_in_a_folded_checkpoint_is_found(
+    plant: Break, rule: str, message: str, kvcal: Callable[..., Any], folded_copy: Path
+) -> None:
+    plant(folded_copy)
+    faults = broken(kvcal, folded_copy)
+    assert next(iter(faults)) == rule
+    assert faults.keys() <= {rule, FOLDED}
+    assert message in faults[rule]
+
+
+# Records that belong to another checkpoint.
+FOREIGN_FOLDS: dict[str, Break] = {
+    "a tensor that no fold touches": edit_record(
+        lambda r: r["tensors"].update({"model.norm.weight": r["tensors"][K_PROJ]})
+    ),
+    "a tensor that is not there": edit_record(
+        lambda r: r["tensors"].update({"model.ghost": r["tensors"][K_PROJ]})
+    ),
+    "a layer without transform": edit_transforms(lambda t: t.pop("layers.0.key_scale")),
+    "transforms of smaller heads": edit_transforms(
+        lambda t: t.update({name: tensor[:, :8].contiguous() for name, tensor in t.items()})
+    ),
+    "transforms of more heads": edit_transforms(
+        lambda t: t.update({name: tensor.repeat(2, 1) for name, tensor in t.items()})
+    ),
+    "a model of fewer layers": lambda f: tiny.edit_config(f, num_hidden_layers=2),
+    "a model of other heads": lambda f: tiny.edit_config(f, num_key_value_heads=3),
+    "originals that cannot be read": lambda f: (f / "kvcal" / "originals.safetensors").write_bytes(b"x" * 64),
+    "a record nested too deeply": lambda f: (f / RECORD).write_text("[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("plant", FOREIGN_FOLDS.values(), ids=FOREIGN_FOLDS)
+def test_folds_that_do_not_fit_are_a_finding_and_no_crash(
+    plant: Break, kvcal: Callable[..., Any], folded_copy: Path
+) -> None:
+    plant(folded_copy)
+    assert broken(kvcal, folded_copy)
+    for flags in ((), ("--rounded",)):
+        outcome = kvcal("unfold", folded_copy, "--output", "unfolded", *flags)
+        assert outcome.code == 4, outcome.stderr
+
+
+def test_a_stray_scale_makes_a_folded_checkpoint_one_with_scales(
+    kvcal: Callable[..., Any], folded_copy: Path
+) -> None:
+    edit_weights(lambda t: t.update({K0: torch.ones(1)}))(folded_copy)
+    assert list(broken(kvcal, folded_copy)) == [CONFIG, PRESENT]
+
+
+def test_a_folded_checkpoint_without_its_record_is_one_without_scales(
+    kvcal: Callable[..., Any], folded_copy: Path
+) -> None:
+    (folded_copy / RECORD).unlink()
+    assert list(broken(kvcal, folded_copy)) == [CONFIG, PRESENT]
+
+
+def test_what_an_engine_must_hold_is_what_was_written(exported: Path, folded: Path) -> None:
+    model, found, announced = check.scales_of(exported, "vllm")
+    assert announced
+    tensors = load_file(exported / SHARD)
+    assert found == {
+        layer.index: {
+            side: tensors[f"{layer.module}.{side}_scale"].flatten().tolist() for side in ("k", "v", "q")
+        }
+        for layer in model.layers
+    }
+    model, found, announced = check.scales_of(folded, "vllm")
+    assert not announced
+    assert found == {layer.index: {"k": [1.0], "v": [1.0], "q": [1.0]} for layer in model.layers}
 
 
 header_values = st.recursive(

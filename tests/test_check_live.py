@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvcal import arch, check_live, live_engine, models
+from kvcal import arch, check, check_live, live_engine, models, run
 from kvcal.errors import CheckFailed, ModelError, UsageError
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 4, 2, 32, 64
@@ -123,14 +123,13 @@ def written(scales):
     return expected
 
 
-def engine_layers(expected, cache_dtype="bfloat16"):
+def engine_layers(expected, cache_dtype="bfloat16", group=HEADS // KV_HEADS):
     """The probe's ``layers`` of an engine that loaded everything."""
-    group = HEADS // KV_HEADS
     layers = {}
     for i, sides in expected.items():
         q = sides["q"]
         held_q = [max(q[j : j + group]) for j in range(0, len(q), group)] if len(q) > 1 else q
-        layers[f"{MODULES[i]}.attn"] = {
+        layers[f"model.layers.{i}.self_attn.attn"] = {
             "cache_dtype": cache_dtype,
             "k": sides["k"],
             "v": sides["v"],
@@ -270,6 +269,29 @@ def test_a_checkpoint_that_would_keep_a_16_bit_cache_is_found(per_head, fake_eng
     result = ask(per_head, fake_engine(unknown))
     assert result.ok
     assert result.default_cache_dtype is None
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A checkpoint without scales, as a fold leaves it: the engine then holds 1.0."""
+    one = {side: [1.0] for side in ("k", "v", "q")}
+    return write(tmp_path_factory.mktemp("live") / "plain", {}), dict.fromkeys(range(LAYERS), one)
+
+
+def test_a_checkpoint_that_announces_nothing_may_keep_a_16_bit_cache(plain, fake_engine):
+    body = answer(engine_layers(plain[1]), default_cache_dtype=["auto"])
+    result = ask(plain, fake_engine(body), announced=False)
+    assert result.ok
+    assert result.default_cache_dtype == "auto"
+    assert [(f.written, f.held) for f in result.scales] == [((1.0,), (1.0,))] * 3 * LAYERS
+    assert not ask(plain, fake_engine(body)).ok
+
+
+def test_a_scale_that_came_from_nowhere_is_found(plain, fake_engine):
+    layers = engine_layers(plain[1])
+    layers["model.layers.1.self_attn.attn"]["v"] = [0.5]
+    (problem,) = ask(plain, fake_engine(answer(layers)), announced=False).problems
+    assert problem == "layer 1 v_scale: vLLM holds 0.5, written was 1"
 
 
 # What it generates
@@ -598,6 +620,60 @@ def test_a_named_engine_must_be_there(elsewhere, monkeypatch, explicit):
     name = "--engine-python" if explicit else live_engine.PYTHON_VARIABLE
     with pytest.raises(UsageError, match=f"{name} '/no/such/python'"):
         live_engine.engine_python("/no/such/python" if explicit else None)
+
+
+# Through the command line
+
+
+def found_live(kvcal, folder, python):
+    """Rules that only the engine can break -> whether they hold and what was said."""
+    files = {f["rule"] for f in kvcal("check", folder, "--json").document["findings"]}
+    outcome = kvcal("check", folder, "--live", "--engine-python", python, "--json")
+    rows = {f["rule"]: (f["ok"], f["message"]) for f in outcome.document["findings"]}
+    assert outcome.code == (0 if outcome.document["ok"] else 6), outcome.stderr
+    return {rule: row for rule, row in rows.items() if rule not in files}
+
+
+@pytest.mark.parametrize("default", ["fp8", "auto"])
+def test_a_checkpoint_with_scales_must_be_served_quantized(
+    kvcal, exported, fake_engine, monkeypatch, default
+):
+    monkeypatch.setattr(run, "LIVE_PROMPTS", ())
+    _, expected, announced = check.scales_of(exported, "vllm")
+    assert announced
+    body = answer(engine_layers(expected, group=3), default_cache_dtype=[default])
+    found = found_live(kvcal, exported, fake_engine(body))
+    assert found.pop("vllm 9.9 holds the written scales") == (True, "9 compared, bit-equal")
+    (rule, (ok, message)) = found.popitem()
+    assert rule == "vllm 9.9 serves the quantized cache by default"
+    assert ok == (default == "fp8")
+    assert ("--kv-cache-dtype fp8" in message) == (default == "auto")
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_folded_checkpoint_must_be_served_at_scale_1(kvcal, folded, fake_engine, monkeypatch, scale):
+    monkeypatch.setattr(run, "LIVE_PROMPTS", ())
+    _, expected, announced = check.scales_of(folded, "vllm")
+    assert not announced
+    assert expected == {i: {side: [1.0] for side in ("k", "v", "q")} for i in range(3)}
+    layers = engine_layers(expected)
+    layers["model.layers.2.self_attn.attn"]["k"] = [scale]
+    found = found_live(kvcal, folded, fake_engine(answer(layers, default_cache_dtype=["auto"])))
+    (ok, message) = found.pop("vllm 9.9 scales by 1.0")
+    assert ok == (scale == 1.0)
+    wanted = "layer 2 k_scale: vLLM holds 0.5, written was 1"
+    assert message == ("9 compared, bit-equal" if ok else wanted)
+    assert not any("by default" in rule for rule in found)
+
+
+def test_a_layer_too_many_is_found_in_a_folded_checkpoint_too(kvcal, folded, fake_engine, monkeypatch):
+    monkeypatch.setattr(run, "LIVE_PROMPTS", ())
+    layers = engine_layers({i: {side: [1.0] for side in ("k", "v", "q")} for i in range(4)})
+    found = found_live(kvcal, folded, fake_engine(answer(layers)))
+    assert found["vllm 9.9 scales by 1.0"] == (
+        False,
+        "vLLM's layer model.layers.3.self_attn.attn is none whose scales were written",
+    )
 
 
 # The real engine

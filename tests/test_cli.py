@@ -33,6 +33,7 @@ spaced = " ".join
 
 def test_every_command_of_the_readme_is_there() -> None:
     assert {("calibrate",), ("plan",), ("check",), ("validate",), ("evaluate",)} < set(LEAVES)
+    assert ("unfold",) in LEAVES
     assert {("recipes", "list"), ("recipes", "show"), ("recipes", "validate")} < set(LEAVES)
 
 
@@ -93,6 +94,11 @@ def test_plan_waits_for_no_torch(llama_folder: Path) -> None:
     assert heavy_modules_after("plan", "--model", str(llama_folder)) == {"pydantic"}
 
 
+def test_plan_of_folds_waits_for_no_torch_either(planted_folder: Path) -> None:
+    line = ("plan", "--model", str(planted_folder), "--format", "int4_per_token_head")
+    assert heavy_modules_after(*line) == {"pydantic"}
+
+
 def test_version(kvcal: Callable[..., Any]) -> None:
     assert kvcal("--version").stdout == f"kvcal {__version__}\n"
 
@@ -113,6 +119,12 @@ def unfit(copied: Path) -> Path:
 def broken(exported_copy: Path) -> Path:
     tiny.edit_config(exported_copy, quantization_config=None)
     return exported_copy
+
+
+@pytest.fixture
+def broken_fold(folded_copy: Path) -> Path:
+    (folded_copy / "kvcal" / "recipe.yaml").unlink()
+    return folded_copy
 
 
 @pytest.fixture
@@ -153,6 +165,28 @@ FAILURES: dict[str, tuple[int, str, str]] = {
     "unknown device": (2, "evaluate {exported} --device tpu9", "unknown device 'tpu9'"),
     "refused plan": (3, "plan --model {unfit}", "head size 40 is not a multiple of 16"),
     "refused calibration": (3, "calibrate --model {unfit}", "head size 40 is not a multiple of 16"),
+    "unknown delivery": (2, "plan --model {llama_folder} --deliver weights", "deliver: found 'weights'"),
+    "no folder to unfold": (2, "unfold nowhere --output out", "nowhere: no such folder"),
+    "heads too small for the format": (
+        3,
+        "plan --model {llama_folder} --format int4_per_token_head",
+        "head size 16 is below 32",
+    ),
+    "scales for a format that the engine scales": (
+        3,
+        "plan --model {planted_folder} --format int8_per_token_head --deliver metadata",
+        "only --deliver fold reaches it",
+    ),
+    "granularity of a format that the engine scales": (
+        3,
+        "calibrate --model {planted_folder} --format int8_per_token_head --granularity per_head",
+        "--granularity per_head has no effect; leave it out",
+    ),
+    "granularity of scales that are not written": (
+        3,
+        "plan --model {llama_folder} --deliver fold --granularity per_tensor",
+        "--granularity per_tensor has no effect; leave it out",
+    ),
     "no such model": (4, "plan --model nowhere", "nowhere: not a model folder"),
     "no such dataset": (4, "calibrate --model {llama_folder} --dataset no.txt", "no.txt: no such file"),
     "a name no file can have": (
@@ -162,12 +196,24 @@ FAILURES: dict[str, tuple[int, str, str]] = {
     ),
     "nothing to validate": (4, "validate {llama_folder}", "holds no kvcal records"),
     "nothing to evaluate": (4, "evaluate {llama_folder}", "holds no kvcal records"),
+    "nothing to unfold": (4, "unfold {exported} --output out", "holds no record of folds"),
     "gate": (
         5,
         f"calibrate --model {{llama_folder}} --recipe {{strict_recipe}} --output out {' '.join(SMALL)}",
         "must be at most 0; no checkpoint was written, records are in",
     ),
     "contract": (6, "check {broken}", "1 of 8 rules are broken"),
+    "contract of a folded checkpoint": (6, "check {broken_fold}", "1 of 5 rules are broken"),
+    "unfolded into what is there": (
+        7,
+        "unfold {folded} --output {exported}",
+        "exists; choose another --output",
+    ),
+    "unfolded onto itself": (
+        7,
+        "unfold {folded} --output {folded} --overwrite",
+        "holds the model itself; choose another --output",
+    ),
     "output in use": (
         7,
         "calibrate --model {llama_folder} --output {exported}",
@@ -229,6 +275,7 @@ def test_calibrate_writes_report_and_resolved_recipe(
     (tmp_path / "notes.txt").write_text(tiny.text(200))
     flags: dict[str, Any] = {
         "granularity": "per_tensor",
+        "deliver": "both",
         "dataset": "notes.txt",
         "dataset-split": "test",
         "dataset-column": "body",
@@ -247,6 +294,7 @@ def test_calibrate_writes_report_and_resolved_recipe(
     expected = recipe.load("fp8-per-head").override(
         {
             "granularity": "per_tensor",
+            "deliver": "both",
             **{f"{part}.{field}": v for part in ("calibration", "evaluation") for field, v in text.items()},
             "calibration.samples": 3,
             "evaluation.samples": 2,
@@ -287,6 +335,37 @@ def test_report_keeps_its_documented_keys(exported: Path) -> None:
             assert layer[side]["scale"] == tensor.flatten().tolist()
 
 
+def test_report_of_a_folded_checkpoint_keeps_its_keys(folded: Path) -> None:
+    report = json.loads((folded / "kvcal" / "report.json").read_text())
+    assert (report["verdict"], report["deliver"]) == ("pass", "fold")
+    assert report["fidelity_fp8_attention"] is None
+    assert report["bytes_per_token"] == {"reference": 3 * 2 * 2 * 64, "quantized": 3 * 2 * 2 * (32 + 4)}
+    assert report["bits_per_element"] == 9.0
+    assert report["engine"] == {
+        "name": "vllm",
+        "version": "0.33",
+        "consumed": True,
+        "reasons": ["served by Triton only"],
+    }
+    assert report["serve"] == f"vllm serve {folded} --kv-cache-dtype int8_per_token_head"
+    for layer in report["layers"]:
+        assert layer["attention_error"]["attention"] is None
+        assert all(layer[side]["scale"] == layer[side]["flags"] == [] for side in "kvq")
+    folds = report["folds"]
+    assert folds.keys() >= {"kept", "candidates", "judging", "before", "proof", "reversible", "tensors"}
+    assert folds["before"]["fidelity"].keys() == report["fidelity"].keys()
+    assert folds["before"]["fidelity_fp8_attention"] is None
+    assert folds["before"]["fidelity"]["kl_mean"] > 4 * report["fidelity"]["kl_mean"]  # of planted outliers
+    assert folds["kept"] == [c["name"] for c in folds["candidates"] if c["kept"]]
+    assert folds["proof"]["kl"] <= folds["proof"]["allowed_kl"]
+
+
+def test_report_without_folds_says_that_there_are_none(exported: Path) -> None:
+    report = json.loads((exported / "kvcal" / "report.json").read_text())
+    assert (report["deliver"], report["folds"]) == ("metadata", None)
+    assert report["fidelity_fp8_attention"]["kl_mean"] > report["fidelity"]["kl_mean"]
+
+
 def test_a_failed_gate_says_so_in_the_document(
     llama_folder: Path, strict_recipe: Path, kvcal: Callable[..., Any]
 ) -> None:
@@ -301,10 +380,24 @@ def test_a_failed_gate_says_so_in_the_document(
 
 SUCCESSES = {
     "plan": "plan --model {llama_folder}",
+    "plan of folds": "plan --model {planted_folder} --format int4_per_token_head",
     "calibrate": f"calibrate --model {{llama_folder}} --output out {' '.join(SMALL)}",
+    "calibrate folds": "calibrate --model {planted_folder} --output out --format int8_per_token_head "
+    + " ".join(SMALL),
+    "calibrate folds and scales": "calibrate --model {planted_folder} --output out --deliver both "
+    + " ".join(SMALL),
     "check": "check {exported}",
+    "check folds": "check {folded}",
     "validate": "validate {exported} --seq-len 24",
+    "validate folds": "validate {folded} --seq-len 24",
     "evaluate": "evaluate {exported} --seq-len 24 --samples 1",
+    "evaluate folds": "evaluate {folded} --seq-len 24 --samples 1",
+    "unfold": "unfold {folded} --output again",
+    "bench capture": "bench capture --model {llama_folder} --samples 2 --seq-len 24 --pairs 2",
+    "bench rules": "bench rules --model {llama_folder} --samples 4 --seq-len 24",
+    "bench folds": "bench folds --model {planted_folder} --samples 4 --seq-len 24"
+    " --format int8_per_token_head",
+    "bench folds of fp8": "bench folds --model {planted_folder} --samples 4 --seq-len 24",
     "recipes list": "recipes list",
     "recipes show": "recipes show fp8",
     "recipes validate": "recipes validate fp8",
@@ -345,16 +438,28 @@ def test_evaluate_takes_its_own_text(exported: Path, tmp_path: Path, kvcal: Call
     assert found["fidelity"]["tokens"] == found["fidelity_fp8_attention"]["tokens"] == 2 * 24
 
 
-def test_evaluate_repeats_what_calibrate_measured(exported: Path, kvcal: Callable[..., Any]) -> None:
-    written = json.loads((exported / "kvcal" / "report.json").read_text())["fidelity"]
-    assert kvcal("evaluate", exported, "--json").document["fidelity"] == pytest.approx(written, rel=1e-4)
+@pytest.mark.parametrize("checkpoint", ["exported", "folded"])
+def test_evaluate_repeats_what_calibrate_measured(
+    checkpoint: str, request: pytest.FixtureRequest, kvcal: Callable[..., Any]
+) -> None:
+    folder = request.getfixturevalue(checkpoint)
+    report = json.loads((folder / "kvcal" / "report.json").read_text())
+    found = kvcal("evaluate", folder, "--json").document
+    assert found.keys() == {"fidelity", "fidelity_fp8_attention"}
+    for key, fidelity in found.items():
+        assert fidelity == (report[key] and pytest.approx(report[key], rel=1e-4, abs=1e-8))
 
 
-def test_validate_repeats_what_calibrate_measured(exported: Path, kvcal: Callable[..., Any]) -> None:
-    written = json.loads((exported / "kvcal" / "report.json").read_text())["attention_error"]
-    found = kvcal("validate", exported, "--json").document
+@pytest.mark.parametrize("checkpoint", ["exported", "folded"])
+def test_validate_repeats_what_calibrate_measured(
+    checkpoint: str, request: pytest.FixtureRequest, kvcal: Callable[..., Any]
+) -> None:
+    folder = request.getfixturevalue(checkpoint)
+    written = json.loads((folder / "kvcal" / "report.json").read_text())["attention_error"]
+    found = kvcal("validate", folder, "--json").document
     assert found["implementation"] == written.pop("implementation")
     assert {key: found[key] for key in written} == pytest.approx(written, rel=1e-4)
+    assert all((layer["attention"] is None) == (checkpoint == "folded") for layer in found["layers"])
 
 
 def test_plan_says_what_the_cache_costs(llama_folder: Path, kvcal: Callable[..., Any]) -> None:
@@ -362,12 +467,38 @@ def test_plan_says_what_the_cache_costs(llama_folder: Path, kvcal: Callable[...,
         "plan", "--model", llama_folder, "--granularity", "per_head", "--seq-len", "999", "--json"
     )
     assert outcome.document["bytes_per_token"] == {"reference": 384, "quantized": 192}
+    assert (outcome.document["scaling"], outcome.document["deliver"]) == ("per_head", "metadata")
+    assert outcome.document["scale_bytes"] == 4 * 3 * (2 + 2 + 6)
+    assert outcome.document["folds"] is None
     assert outcome.document["engine"]["consumed"] is True
     assert outcome.document["notices"] == [
         f"{part}: samples are cut from 999 to 256 tokens, the model's context"
         for part in ("calibration", "evaluation")
     ]
     assert "note: calibration: samples are cut" in " ".join(outcome.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "scaling", "quantized", "served"),
+    [
+        ("--format int8_per_token_head", "per_token_head", 12 * (32 + 4), "Triton only"),
+        ("--format int4_per_token_head", "per_token_head", 12 * (16 + 4), "Triton only"),
+        ("--deliver fold", "scale 1.0", 12 * 32, "FlashAttention-3/4, FlashInfer, Triton"),
+    ],
+)
+def test_plan_of_folds_says_what_the_cache_costs_and_what_can_be_folded(
+    flags: str, scaling: str, quantized: int, served: str, planted_folder: Path, kvcal: Callable[..., Any]
+) -> None:
+    found = kvcal("plan", "--model", planted_folder, *flags.split(), "--json").document
+    assert (found["scaling"], found["deliver"], found["scale_bytes"]) == (scaling, "fold", 0)
+    assert found["bytes_per_token"] == {"reference": 12 * 64, "quantized": quantized}
+    assert found["bits_per_element"] == quantized / 12 / 32 * 8
+    assert found["engine"]["reasons"][0].startswith(f"served by {served}")
+    assert found["folds"]["key_scale"] is None
+    assert "RoPE" in found["folds"]["key_hadamard"]
+    told = " ".join(kvcal("plan", "--model", planted_folder, *flags.split()).stdout.split())
+    assert f"{found['format']}, {scaling}" in told
+    assert "delivered by the weights themselves" in told
 
 
 def test_recipes_list_names_all_with_their_description(kvcal: Callable[..., Any]) -> None:

@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from kvcal import arch, engines, formats, granularity
+from kvcal.arch import ModelSpec
+from kvcal.engines import Deliver
 from kvcal.errors import UsageError
+from kvcal.formats import KVFormat
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -20,11 +23,27 @@ CONFIG: dict[str, Any] = {
 }
 FP8 = formats.FP8_E4M3
 UNKNOWN_FORMAT = replace(FP8, name="int4")
+DYNAMIC = [f for f in formats.FORMATS if f.dynamic]
+every_dynamic_format = pytest.mark.parametrize("fmt", DYNAMIC, ids=lambda f: f.name)
 
 
-def refusals(gran: str = "per_tensor", fmt: formats.KVFormat = FP8, **fields: Any) -> list[str]:
+def refusals(
+    gran: str | None = "per_tensor", fmt: KVFormat = FP8, deliver: Deliver = "metadata", **fields: Any
+) -> list[str]:
     model = arch.read(CONFIG | fields)
-    return engines.VLLM.refusals(model, fmt, granularity.get(gran))
+    found = None if gran is None else granularity.get(gran)
+    return engines.VLLM.refusals(model, fmt, found, deliver)
+
+
+def dynamic_refusals(fmt: KVFormat, **fields: Any) -> list[str]:
+    return refusals(None, fmt, "fold", **fields)
+
+
+def sized(first: int, second: int) -> ModelSpec:
+    """A model whose two layers have heads of these sizes, which RoPE would not allow if they are odd."""
+    model = arch.read(CONFIG)
+    sizes = zip(model.layers, (first, second), strict=True)
+    return replace(model, layers=tuple(replace(layer, head_dim=size) for layer, size in sizes))
 
 
 @pytest.mark.parametrize("gran", granularity.names())
@@ -59,20 +78,102 @@ def test_compressed_tensors_base_is_taken() -> None:
     assert refusals(quantization_config={"quant_method": "compressed-tensors"}) == []
 
 
-def test_a_format_the_engine_does_not_load_is_refused() -> None:
-    (reason,) = refusals(fmt=UNKNOWN_FORMAT)
-    assert reason == "vllm 0.33 loads no static scales for int4; it does for fp8_e4m3"
+@pytest.mark.parametrize("deliver", ["metadata", "fold", "both"])
+def test_a_format_the_engine_does_not_have_is_refused(deliver: Deliver) -> None:
+    (reason,) = refusals(fmt=UNKNOWN_FORMAT, deliver=deliver)
+    assert reason == (
+        "vllm 0.33 has no int4 cache;"
+        " it has fp8_e4m3, int8_per_token_head, fp8_per_token_head, int4_per_token_head"
+    )
 
 
 def test_a_granularity_the_engine_does_not_load_is_refused() -> None:
     engine = replace(engines.VLLM, granularities=("per_tensor",))
-    reasons = engine.refusals(arch.read(CONFIG), FP8, granularity.get("per_head"))
+    reasons = engine.refusals(arch.read(CONFIG), FP8, granularity.get("per_head"), "metadata")
     assert reasons == ["vllm 0.33 takes no per_head scales; use per_tensor"]
 
 
 def test_all_reasons_are_listed_at_once() -> None:
-    found = refusals(fmt=UNKNOWN_FORMAT, head_dim=40, quantization_config={"quant_method": "gptq"})
-    assert len(found) == 3
+    engine = replace(engines.VLLM, granularities=("per_tensor",))
+    model = arch.read(CONFIG | {"head_dim": 40, "quantization_config": {"quant_method": "gptq"}})
+    per_head = granularity.get("per_head")
+    assert [len(engine.refusals(model, f, per_head, "metadata")) for f in (FP8, UNKNOWN_FORMAT)] == [3, 3]
+    few = arch.read(CONFIG | {"head_dim": 24, "quantization_config": {"quant_method": "gptq"}})
+    for fmt in DYNAMIC:
+        assert len(engine.refusals(few, fmt, per_head, "both")) == 4
+
+
+# Formats that the engine scales itself
+
+
+@every_dynamic_format
+@pytest.mark.parametrize("head_dim", [32, 34, 64, 80, 96, 128, 256, 320])
+def test_head_sizes_of_the_dynamic_kernels_are_taken(head_dim: int, fmt: KVFormat) -> None:
+    assert dynamic_refusals(fmt, head_dim=head_dim) == []
+
+
+@every_dynamic_format
+@pytest.mark.parametrize("head_dim", [2, 16, 30])
+def test_a_head_size_below_the_smallest_kernel_is_refused(head_dim: int, fmt: KVFormat) -> None:
+    assert dynamic_refusals(fmt, head_dim=head_dim) == [
+        f"head size {head_dim} is below 32, the smallest of vllm's {fmt.name} kernels; use fp8"
+    ]
+
+
+def test_a_small_head_is_no_obstacle_to_static_scales() -> None:
+    assert refusals(head_dim=16) == []
+
+
+@pytest.mark.parametrize("head_dim", [25, 33])
+def test_two_channels_of_int4_share_a_byte_so_an_odd_head_size_is_refused(head_dim: int) -> None:
+    (reason,) = engines.VLLM.refusals(sized(head_dim, head_dim), formats.INT4_PER_TOKEN_HEAD, None, "fold")
+    assert reason.startswith(f"head size {head_dim} is not a multiple of 2, which vllm's int4_per_token_head")
+    assert reason.endswith("keep the 16-bit cache for this model")
+
+
+@pytest.mark.parametrize(
+    "fmt", [formats.INT8_PER_TOKEN_HEAD, formats.FP8_PER_TOKEN_HEAD], ids=lambda f: f.name
+)
+def test_an_odd_head_size_fits_formats_of_whole_bytes(fmt: KVFormat) -> None:
+    assert engines.VLLM.refusals(sized(33, 33), fmt, None, "fold") == []
+
+
+def test_every_head_size_of_the_model_must_fit() -> None:
+    found = engines.VLLM.refusals(sized(24, 16), formats.INT8_PER_TOKEN_HEAD, None, "fold")
+    assert [reason[:12] for reason in found] == ["head size 16", "head size 24"]
+
+
+@every_dynamic_format
+@pytest.mark.parametrize("deliver", ["metadata", "both"])
+def test_static_scales_never_reach_a_dynamic_format(deliver: Deliver, fmt: KVFormat) -> None:
+    (reason,) = refusals(None, fmt, deliver)
+    assert reason.startswith(f"vllm 0.33 loads no static scales for {fmt.name}, which it scales itself")
+    assert "only --deliver fold reaches it" in reason
+
+
+def test_ways_of_delivery_are_those_that_the_engine_reads() -> None:
+    assert engines.VLLM.deliveries(FP8) == ("metadata", "fold", "both")
+    assert all(engines.VLLM.deliveries(fmt) == ("fold",) for fmt in DYNAMIC)
+    for deliver in ("fold", "both"):
+        assert refusals("per_head" if deliver == "both" else None, FP8, deliver) == []
+
+
+# Folds and base weights
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "fp8", "gptq"])
+@pytest.mark.parametrize(
+    ("fmt", "deliver"),
+    [(FP8, "fold"), (FP8, "both"), *((fmt, "fold") for fmt in DYNAMIC)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_weights_that_are_quantized_already_are_not_folded(
+    fmt: KVFormat, deliver: Deliver, method: str
+) -> None:
+    gran = "per_tensor" if deliver == "both" else None
+    (reason,) = refusals(gran, fmt, deliver, quantization_config={"quant_method": method})
+    assert reason.startswith(f"base weights are quantized already ({method}), and folding would round them")
+    assert "fold into the unquantized model first" in reason
 
 
 def test_unknown_engine_is_refused_with_the_known_ones() -> None:
@@ -83,6 +184,14 @@ def test_unknown_engine_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize("engine", engines.ENGINES, ids=lambda e: e.name)
 def test_every_row_speaks_of_formats_and_granularities_that_exist(engine: engines.EngineSpec) -> None:
     assert engine.cache_dtype.keys() <= {f.name for f in formats.FORMATS}
-    assert set(engine.granularities) == engine.backends.keys() <= set(granularity.names())
+    assert set(engine.loads_scales) <= {f.name for f in formats.FORMATS if not f.dynamic}
+    assert set(engine.loads_scales) <= engine.cache_dtype.keys()
+    assert engine.head_dim_multiple.keys() == engine.smallest_head_dim.keys() == engine.cache_dtype.keys()
+    assert engine.decode_time.keys() == engine.cache_dtype.keys()
+    assert min(*engine.head_dim_multiple.values(), *engine.smallest_head_dim.values()) >= 1
+    assert min(engine.decode_time.values()) > 0
+    assert set(engine.granularities) <= set(granularity.names())
+    dynamic = {"per_token_head"} if engine.cache_dtype.keys() & {f.name for f in DYNAMIC} else set()
+    assert set(engine.granularities) | dynamic == engine.backends.keys()
     assert engine.scale_suffixes.keys() == {"k", "v", "q"}
     assert engines.get(engine.name) is engine

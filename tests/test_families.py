@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from kvcal import arch
+from kvcal import arch, folding
 from tests import tiny
 
 
@@ -44,3 +45,47 @@ def test_plan_to_check(
     assert sorted(written) == sorted(f"{module.format(i)}.{side}_scale" for i in range(3) for side in "kvq")
     assert json.loads((output / "config.json").read_text())["quantization_config"]["config_groups"] == {}
     assert kvcal("check", output).code == 0
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_plan_to_unfold(
+    family: str,
+    tmp_path: Path,
+    kvcal: Callable[..., Any],
+    small: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every fold that this family has a use for, whether it pays on random weights or not."""
+    monkeypatch.setattr(folding, "MARGIN", -1e9)
+    folder = tiny.save(tmp_path / "model", family, hidden_size=192, head_dim=32)
+    output, again = tmp_path / "out", tmp_path / "again"
+    kv_heads = 6 if family == "gpt_neox" else 2
+    (tmp_path / "r.yaml").write_text("format: int4_per_token_head\ngates: {kl_mean: null}\n")
+    options = ("--recipe", tmp_path / "r.yaml", "--json")
+    planned = kvcal("plan", "--model", folder, *options, *small)
+    assert planned.code == 0, planned.stderr
+    assert planned.document["bytes_per_token"] == {
+        "reference": 3 * 2 * kv_heads * 32 * 2,
+        "quantized": 3 * 2 * kv_heads * (16 + 4),
+    }
+
+    done = kvcal("calibrate", "--model", folder, "--output", output, *options, *small)
+    assert done.code == 0, done.stderr
+    folds = done.document["folds"]
+    assert len(folds["kept"]) >= 2, folds
+    assert folds["proof"]["block_error"] < 1e-12
+    assert folds["reversible"]
+    assert 0 < done.document["fidelity"]["kl_mean"] < 0.5
+    before, between = load_file(folder / "model.safetensors"), load_file(output / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], between[name])}
+    assert changed <= set(json.loads((output / "kvcal" / "folds.json").read_text())["tensors"])
+    assert all(any(f".layers.{index}." in name for name in changed) for index in range(3))
+    assert json.loads((output / "config.json").read_text()) == json.loads(
+        (folder / "config.json").read_text()
+    )
+    assert kvcal("check", output).code == 0
+
+    assert kvcal("unfold", output, "--output", again).code == 0
+    after = load_file(again / "model.safetensors")
+    assert after.keys() == before.keys()
+    assert all(torch.equal(before[name].view(torch.int16), after[name].view(torch.int16)) for name in before)

@@ -16,7 +16,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcal import arch, check, models, plan, recipe, sources
+from kvcal import arch, check, models, plan, recipe, sources, unfold
 from kvcal.errors import KvcalError
 from tests.conftest import Outcome
 
@@ -87,7 +87,7 @@ def mutated(draw: st.DrawFn, tree: Any) -> Any:
 
 # --- recipes
 
-VALID_RECIPE = recipe.Recipe().model_dump()
+VALID_RECIPE = recipe.Recipe(weights=recipe.Weights(scheme="W4A16"), deliver="fold").model_dump()
 
 
 @fuzz
@@ -201,9 +201,25 @@ VALID_CONFIG: dict[str, Any] = {
 }
 
 
+RECIPES = (
+    recipe.Recipe(),
+    recipe.Recipe(format="int4_per_token_head"),
+    recipe.Recipe(deliver="both", granularity="per_head"),
+)
+
+
 def resolve(config: Any) -> None:
+    for wanted in RECIPES:
+        with only_kvcal_errors():
+            plan.resolve(wanted, arch.read(config))
+
+
+@fuzz
+@given(mutated(VALID_RECIPE), st.sampled_from([16, 32, 33]))
+def test_plan_of_a_recipe_with_mutated_fields(tree: Any, head_dim: int):
     with only_kvcal_errors():
-        plan.resolve(recipe.Recipe(), arch.read(config))
+        found = plan.resolve(recipe.parse(tree, "fuzz"), arch.read(VALID_CONFIG | {"head_dim": head_dim}))
+        assert 0 < found.bits_per_element < 16
 
 
 @fuzz
@@ -378,6 +394,75 @@ def test_check_of_a_mutated_index(scratch: Path, data: st.DataObject):
     changed = data.draw(mutated(json.loads(path.read_text())))
     with replaced(path, json.dumps(changed).encode()):
         check.check(scratch, "vllm")
+
+
+# --- a folded checkpoint: check and unfold
+
+
+@pytest.fixture(scope="module")
+def folded_scratch(folded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folded checkpoint whose files the tests of this module write and put back."""
+    return Path(shutil.copytree(folded, tmp_path_factory.mktemp("fuzz") / "folded"))
+
+
+def unfold_into(folder: Path, target: Path, rounded: bool) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    with only_kvcal_errors():
+        unfold.unfold(folder, target, rounded=rounded)
+
+
+def test_check_is_content_with_the_folded_checkpoint_that_is_mutated(folded_scratch: Path):
+    assert not names_a_fault(folded_scratch)
+
+
+@fuzz
+@given(st.data(), st.booleans())
+def test_a_mutated_record_of_folds(folded_scratch: Path, tmp_path: Path, data: st.DataObject, rounded: bool):
+    path = folded_scratch / "kvcal" / "folds.json"
+    changed = data.draw(mutated(json.loads(path.read_text())))
+    with replaced(path, json.dumps(changed).encode()):
+        check.check(folded_scratch, "vllm")
+        unfold_into(folded_scratch, tmp_path / "target", rounded)
+
+
+@fuzz
+@given(st.data(), st.booleans())
+def test_mutated_headers_of_transforms(
+    folded_scratch: Path, tmp_path: Path, data: st.DataObject, rounded: bool
+):
+    path = folded_scratch / "kvcal" / "folds.safetensors"
+    content = path.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    changed = json.dumps(data.draw(mutated(json.loads(content[8 : 8 + length])))).encode()
+    with replaced(path, safetensors(changed, content[8 + length :])):
+        check.check(folded_scratch, "vllm")
+        unfold_into(folded_scratch, tmp_path / "target", rounded)
+
+
+@fuzz
+@given(BYTES, st.sampled_from(["folds.json", "folds.safetensors", "originals.safetensors", "recipe.yaml"]))
+def test_records_of_folds_of_any_bytes(folded_scratch: Path, tmp_path: Path, content: bytes, name: str):
+    path = folded_scratch / "kvcal" / name
+    before = path.read_bytes() if path.exists() else None
+    path.write_bytes(content)
+    try:
+        assert names_a_fault(folded_scratch)
+        unfold_into(folded_scratch, tmp_path / "target", rounded=True)
+    finally:
+        path.unlink()
+        if before is not None:
+            path.write_bytes(before)
+
+
+@fuzz
+@given(st.data())
+def test_a_mutated_config_of_a_folded_checkpoint(folded_scratch: Path, tmp_path: Path, data: st.DataObject):
+    config = json.loads((folded_scratch / "config.json").read_text())
+    changed = data.draw(mutated(config))
+    with replaced(folded_scratch / "config.json", json.dumps(changed).encode()):
+        check.check(folded_scratch, "vllm")
+        unfold_into(folded_scratch, tmp_path / "target", rounded=True)
 
 
 # --- the same through the command line

@@ -13,6 +13,8 @@ FIDELITY = Fidelity(
     kl_mean=0.02, kl_p99=0.3, top1_agreement=0.95, perplexity=10.5, perplexity_reference=10.0, tokens=100
 )
 VALIDATION = Validation({0: LayerError([0.1, 0.4], [0.2, 0.5], [20.0, 19.0])}, "torch reference", 64)
+# Of a format that no kernel computes attention in.
+DYNAMIC = Validation({0: LayerError([0.1, 0.4], None, [20.0, None])}, "torch reference", 64)
 
 
 def test_every_gate_of_the_recipe_is_measured() -> None:
@@ -31,10 +33,11 @@ def test_every_gate_of_the_recipe_is_measured() -> None:
 )
 def test_a_gate_passes_up_to_its_limit(name: str, value: float, passing: float, failing: float) -> None:
     for limit, expected in ((passing, True), (failing, False)):
-        (result,) = gates.apply(Gates(**{name: limit}), FIDELITY, VALIDATION)
-        assert result.name == name
-        assert result.value == pytest.approx(value)
-        assert result.passed is expected
+        for validation in (VALIDATION, DYNAMIC):
+            (result,) = gates.apply(Gates(**{name: limit}), FIDELITY, validation)
+            assert result.name == name
+            assert result.value == pytest.approx(value)
+            assert result.passed is expected
 
 
 def test_nan_never_passes() -> None:

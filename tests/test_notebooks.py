@@ -14,14 +14,21 @@ def test_there_are_notebooks() -> None:
     assert NOTEBOOKS
 
 
+@pytest.mark.parametrize("checkpoint", ["exported", "folded"])
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_runs_and_holds_no_outputs(
-    path: Path, exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path,
+    checkpoint: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("KVCAL_CHECKPOINT", str(exported))
+    monkeypatch.setenv("KVCAL_CHECKPOINT", str(request.getfixturevalue(checkpoint)))
     cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
     scope: dict[str, object] = {}
     for cell in cells:
         assert cell["outputs"] == []
         exec(compile("".join(cell["source"]), path.name, "exec"), scope)
-    assert "standard deviations" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "standard deviations" in printed
+    assert ("widest ratio between heads" in printed) == (checkpoint == "exported")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvcal import arch, plan
+from kvcal import arch, exactness, formats, plan
 from kvcal.errors import PlanRefused
 from kvcal.recipe import Recipe
 
@@ -22,6 +22,9 @@ LLAMA_3_70B: dict[str, Any] = {
 }
 
 
+every_dynamic_format = pytest.mark.parametrize("name", [f.name for f in formats.FORMATS if f.dynamic])
+
+
 def resolve(changes: dict[str, Any] | None = None, **fields: Any) -> plan.Plan:
     return plan.resolve(Recipe().override(changes or {}), arch.read(LLAMA_3_70B | fields))
 
@@ -34,11 +37,13 @@ def test_llama_3_70b_takes_320_kib_per_token_in_16_bits_and_half_in_8() -> None:
 
 def test_the_recipe_is_resolved_to_the_rows_it_names() -> None:
     planned = resolve({"granularity": "per_head"})
+    assert planned.granularity is not None
     assert (planned.format.name, planned.granularity.name, planned.engine.name) == (
         "fp8_e4m3",
         "per_head",
         "vllm",
     )
+    assert (planned.scaling, planned.deliver, planned.folds) == ("per_head", "metadata", False)
     assert planned.layers == planned.model.layers
     assert planned.notices == ()
 
@@ -49,6 +54,128 @@ def test_bits_per_element_includes_scales_spread_over_the_context(granularity: s
     assert planned.scale_bytes == 4 * scales
     elements = 2 * 80 * 8 * 128 * 8192
     assert planned.bits_per_element == 8 + 32 * scales / elements
+
+
+# Bytes per vector of 128 channels: its codes, and a float32 scale.
+@pytest.mark.parametrize(
+    ("name", "per_vector"),
+    [("int8_per_token_head", 132), ("fp8_per_token_head", 132), ("int4_per_token_head", 68)],
+)
+def test_a_dynamic_format_stores_a_scale_with_every_vector(name: str, per_vector: int) -> None:
+    planned = resolve({"format": name})
+    vectors = 2 * 80 * 8
+    assert planned.bytes_per_token_reference == 320 * 1024
+    assert planned.bytes_per_token_quantized == vectors * per_vector
+    assert planned.bits_per_element == 8 * per_vector / 128
+    assert planned.scale_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "bits"),
+    [
+        ("int8_per_token_head", 64, 8.5),
+        ("fp8_per_token_head", 64, 8.5),
+        ("int4_per_token_head", 64, 4.5),
+        ("int8_per_token_head", 128, 8.25),
+        ("int4_per_token_head", 256, 4.125),
+    ],
+)
+def test_the_scale_of_a_vector_weighs_less_in_larger_heads(name: str, head_dim: int, bits: float) -> None:
+    planned = resolve({"format": name}, head_dim=head_dim)
+    assert planned.bits_per_element == bits
+    assert planned.bytes_per_token_quantized == 2 * 80 * 8 * head_dim * bits / 8
+
+
+@every_dynamic_format
+def test_a_dynamic_format_is_folded_and_has_no_static_scales(name: str) -> None:
+    planned = resolve({"format": name})
+    assert (planned.deliver, planned.granularity, planned.folds) == ("fold", None, True)
+    assert planned.scaling == "per_token_head"
+
+
+def test_fp8_can_be_folded_with_and_without_scales() -> None:
+    fold, both = resolve({"deliver": "fold"}), resolve({"deliver": "both", "granularity": "per_head"})
+    assert (fold.granularity, fold.scaling, fold.folds, fold.scale_bytes) == (None, "scale 1.0", True, 0)
+    assert fold.bits_per_element == 8
+    assert both.granularity is not None
+    assert (both.granularity.name, both.scaling, both.folds) == ("per_head", "per_head", True)
+    assert both.scale_bytes == 4 * 80 * (8 + 8 + 64)
+    assert fold.bytes_per_token_quantized == both.bytes_per_token_quantized == 160 * 1024
+
+
+def refused(changes: dict[str, Any], **fields: Any) -> list[str]:
+    with pytest.raises(PlanRefused) as caught:
+        resolve(changes, **fields)
+    return caught.value.reasons
+
+
+@every_dynamic_format
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_head"])
+def test_static_granularity_of_a_dynamic_format_is_refused(name: str, granularity: str) -> None:
+    assert refused({"format": name, "granularity": granularity}) == [
+        f"{name} is scaled per token and head by the engine, so --granularity {granularity} has no effect;"
+        " leave it out"
+    ]
+
+
+def test_static_granularity_of_scales_that_are_not_written_is_refused() -> None:
+    assert refused({"deliver": "fold", "granularity": "per_head"}) == [
+        "with --deliver fold the engine scales by 1.0, so --granularity per_head has no effect; leave it out"
+    ]
+
+
+@every_dynamic_format
+@pytest.mark.parametrize("deliver", ["metadata", "both"])
+def test_metadata_for_a_dynamic_format_is_refused(name: str, deliver: str) -> None:
+    (reason,) = refused({"format": name, "deliver": deliver})
+    assert f"loads no static scales for {name}" in reason
+    assert "only --deliver fold reaches it" in reason
+
+
+@pytest.mark.parametrize("deliver", ["fold", "both"])
+def test_folds_into_a_quantized_base_are_refused(deliver: str) -> None:
+    (reason,) = refused({"deliver": deliver}, quantization_config={"quant_method": "compressed-tensors"})
+    assert reason.startswith("base weights are quantized already (compressed-tensors)")
+
+
+def test_a_transform_without_a_fold_is_refused_with_the_mathematics_and_the_engine() -> None:
+    wanted = ["key_scale", "key_hadamard", "value_hadamard", "key_offset"]
+    reasons = refused({"deliver": "fold", "folds.transforms": wanted})
+    why_not = exactness.table(arch.read(LLAMA_3_70B))
+    assert reasons == [
+        f"folds.transforms: {name} cannot be folded into llama exactly: {why_not[name]};"
+        " and vllm ignores what it would have to do online"
+        for name in ("key_hadamard", "key_offset")
+    ]
+    assert "does not commute with RoPE" in reasons[0]
+
+
+def test_transforms_are_of_no_concern_where_nothing_is_folded() -> None:
+    assert not resolve({"folds.transforms": ["key_hadamard"]}).folds
+
+
+def test_refusals_of_the_dynamic_formats_are_listed_all_at_once() -> None:
+    changes = {
+        "format": "int4_per_token_head",
+        "granularity": "per_head",
+        "deliver": "both",
+        "folds.transforms": ["key_hadamard"],
+    }
+    reasons = refused(
+        changes,
+        head_dim=16,
+        max_position_embeddings=4,
+        quantization_config={"quant_method": "compressed-tensors"},
+    )
+    starts = [
+        "vllm 0.33 loads no static",
+        "base weights are",
+        "head size 16",
+        "int4_per_token_head is scaled",
+    ]
+    starts += ["folds.transforms: key_hadamard", "the model's context of 4 tokens"]
+    assert len(reasons) == len(starts)
+    assert all(reason.startswith(start) for reason, start in zip(reasons, starts, strict=True))
 
 
 def test_refusals_are_listed_all_at_once() -> None:

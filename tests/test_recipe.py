@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcal import recipe
+from kvcal import exactness, formats, recipe, weights
 from kvcal.errors import RecipeError, UsageError
 from kvcal.recipe import Recipe
 
@@ -28,7 +28,10 @@ def test_all_faults_are_listed_at_once_with_path_value_and_fix() -> None:
         format: fp9
         granularity: per_heads
         engine: sglang
+        deliver: folded
         scale: {rule: amaxx, headroom: 0.5}
+        folds: {transforms: [key_scale, key_scala], scales: any, samples: 0, seed: -1, sede: 1}
+        weights: {scheme: W4A4, schema: 1}
         calibration: {samples: 0, sampels: 3, seq_len: 4}
         evaluation: 3
         gates: {top1_agreement: 1.5}
@@ -36,9 +39,19 @@ def test_all_faults_are_listed_at_once_with_path_value_and_fix() -> None:
     )
     assert sorted(found) == sorted(
         [
-            "format: found 'fp9'; unknown format 'fp9'; known: fp8_e4m3, fp8",
+            "format: found 'fp9'; unknown format 'fp9'; known: fp8_e4m3, int8_per_token_head,"
+            " fp8_per_token_head, int4_per_token_head, fp8",
             "granularity: found 'per_heads'; unknown granularity 'per_heads'; known: per_tensor, per_head",
             "engine: found 'sglang'; unknown engine 'sglang'; known: vllm",
+            "deliver: found 'folded'; should be 'metadata', 'fold' or 'both'",
+            "folds.transforms.1: found 'key_scala'; should be 'key_scale', 'key_turn', 'key_offset',"
+            " 'key_hadamard', 'value_scale', 'value_hadamard', 'value_random_hadamard' or 'value_balanced'",
+            "folds.scales: found 'any'; should be 'power_of_two' or 'free'",
+            "folds.samples: found 0; should be greater than or equal to 1",
+            "folds.seed: found -1; should be greater than or equal to 0",
+            "folds.sede: unknown field; did you mean 'seed'?",
+            "weights.scheme: found 'W4A4'; should be 'FP8_DYNAMIC' or 'W4A16'",
+            "weights.schema: unknown field; did you mean 'scheme'?",
             "scale.rule: found 'amaxx'; should be 'amax' or 'power_of_two'",
             "scale.headroom: found 0.5; should be greater than or equal to 1",
             "calibration.samples: found 0; should be greater than or equal to 1",
@@ -60,6 +73,18 @@ def test_all_faults_are_listed_at_once_with_path_value_and_fix() -> None:
             "evaluation.zzz: unknown field; known here: batch_size, column, dataset, samples, seq_len, split",
         ),
         ("evaluation: {seed: 1}", "evaluation.seed: unknown field; known here: batch_size,"),
+        ("folds: {transform: [key_scale]}", "folds.transform: unknown field; did you mean 'transforms'?"),
+        ("folds: {zzz: 1}", "folds.zzz: unknown field; known here: samples, scales, seed, transforms"),
+        # a section that may be left out
+        (
+            "weights: {scheme: W4A16, zzz: 1}",
+            "weights.zzz: unknown field; known here: scheme",
+        ),
+        (
+            "weights: {scheme: W4A16, schemes: 1}",
+            "weights.schemes: unknown field; did you mean 'scheme'?",
+        ),
+        ("delivery: fold", "delivery: unknown field; did you mean 'deliver'?"),
     ],
 )
 def test_unknown_field_is_met_with_a_close_or_the_known_ones(text: str, fault: str) -> None:
@@ -83,6 +108,16 @@ def test_unknown_field_is_met_with_a_close_or_the_known_ones(text: str, fault: s
         ),
         ("description: 7", "description: found 7; should be a valid string"),
         ("format: null", "format: found None; should be a valid string"),
+        ("deliver: true", "deliver: found True; should be 'metadata', 'fold' or 'both'"),
+        ("folds: null", "folds: found None; should be a mapping of fields"),
+        ("folds: {transforms: key_scale}", "folds.transforms: found 'key_scale'; should be a valid list"),
+        ("folds: {transforms: null}", "folds.transforms: found None; should be a valid list"),
+        ("folds: {transforms: [true]}", "folds.transforms.0: found True; should be 'key_scale', 'key_turn'"),
+        ("folds: {samples: '8'}", "folds.samples: found '8'; should be a valid integer"),
+        ("folds: {seed: 9223372036854775808}", "folds.seed: found 9223372036854775808; should be less than"),
+        ("weights: W4A16", "weights: found 'W4A16'; should be a mapping of fields"),
+        ("weights: {}", "weights.scheme: found {}; Field required"),
+        ("weights: {scheme: null}", "weights.scheme: found None; should be 'FP8_DYNAMIC' or 'W4A16'"),
         ("calibration: {dataset: ''}", "calibration.dataset: found ''; String should have at least 1 char"),
     ],
 )
@@ -137,6 +172,22 @@ def test_override_replaces_dotted_fields_and_leaves_the_rest() -> None:
     assert base.calibration.samples == 3
 
 
+def test_override_reaches_sections_that_are_left_out() -> None:
+    changed = Recipe().override({"weights": {"scheme": "W4A16"}, "folds.samples": 3, "deliver": "both"})
+    assert changed.weights == recipe.Weights(scheme="W4A16")
+    assert changed.folds == recipe.Folds(samples=3)
+    assert changed.deliver == "both"
+    assert changed.override({"weights": None}).weights is None
+
+
+def test_every_scheme_of_weights_is_one_that_can_be_carried_out() -> None:
+    assert set(get_args(recipe.Weights.model_fields["scheme"].annotation)) == weights.SCHEMES.keys()
+
+
+def test_every_transform_is_one_whose_fold_is_known() -> None:
+    assert set(get_args(recipe.Transform)) == exactness.WHY_NOT_FOLDED.keys()
+
+
 def test_override_is_validated_and_blames_the_command_line() -> None:
     with pytest.raises(RecipeError) as caught:
         Recipe().override({"calibration.samples": 0, "format": "int5"})
@@ -170,7 +221,17 @@ limits = st.none() | st.floats(0, allow_infinity=False)
 recipes = st.builds(
     dict,
     description=st.text(max_size=30),
-    granularity=st.sampled_from(["per_tensor", "per_head"]),
+    format=st.sampled_from(formats.names()),
+    granularity=st.sampled_from([None, "per_tensor", "per_head"]),
+    deliver=st.sampled_from([None, "metadata", "fold", "both"]),
+    folds=st.builds(
+        dict,
+        transforms=st.lists(st.sampled_from(get_args(recipe.Transform)), max_size=4),
+        scales=st.sampled_from(["power_of_two", "free"]),
+        samples=st.integers(1, 2**70),
+        seed=st.integers(0, 2**63 - 1),
+    ),
+    weights=st.none() | st.builds(dict, scheme=st.sampled_from(["FP8_DYNAMIC", "W4A16"])),
     scale=st.builds(dict, rule=st.sampled_from(["amax", "power_of_two"]), headroom=st.floats(1, 16)),
     calibration=texts.flatmap(
         lambda t: st.builds(lambda seed: t | {"seed": seed}, st.integers(0, 2**63 - 1))
@@ -201,7 +262,8 @@ yaml_values = st.recursive(
     ),
     max_leaves=6,
 )
-FIELDS = [*Recipe.model_fields, *recipe.Calibration.model_fields, *recipe.Gates.model_fields, "rule"]
+SECTIONS = (Recipe, recipe.Calibration, recipe.Gates, recipe.Folds, recipe.Weights, recipe.ScaleRule)
+FIELDS = [name for section in SECTIONS for name in section.model_fields]
 
 
 @quick

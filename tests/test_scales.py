@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,15 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from kvcal import scales
-from kvcal.errors import ModelError
-from kvcal.recipe import SIDES, ScaleRule
+from kvcal import formats, scales
+from kvcal.errors import ModelError, UsageError
+from kvcal.formats import KVFormat
+from kvcal.plan import Plan
+from kvcal.recipe import SIDES, ScaleRule, Side
 from kvcal.statistics import Statistics
 from tests import tiny
 from tests.test_calibrate import plan_for, run, token_set
 
 MAX = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
 POSITIVE = st.floats(2.0**-140, 2.0**120, width=32, allow_subnormal=True)
+DYNAMIC = [f for f in formats.FORMATS if f.dynamic]
+every_dynamic_format = pytest.mark.parametrize("fmt", DYNAMIC, ids=lambda f: f.name)
+DEAD = "has a head that is always zero"
 
 
 @given(amax=st.lists(POSITIVE, min_size=1, max_size=8), headroom=st.sampled_from([1.0, 1.25, 2.0]))
@@ -70,42 +77,88 @@ def test_each_scale_covers_its_own_elements(granularity: str) -> None:
                 torch.testing.assert_close(scale.double(), per_head.max()[None], rtol=1e-7, atol=0)
 
 
-def planted(k_factor: float) -> tuple[Statistics, scales.Scales]:
-    model = tiny.build_model()
+def planted(k_factor: float, **fields: Any) -> tuple[Statistics, Plan]:
+    """Statistics of a model one of whose heads of K is wider or narrower by a factor."""
+    model = tiny.build_model(head_dim=32)
     with torch.no_grad():
-        model.model.layers[1].self_attn.k_proj.weight[:16] *= k_factor
-    statistics = run(model, token_set([64, 64]))
-    return statistics, scales.compute(statistics, plan_for(model))
+        model.model.layers[1].self_attn.k_proj.weight[:32] *= k_factor
+    return run(model, token_set([64, 64]), **fields), plan_for(model, **fields)
+
+
+def summaries(k_factor: float, **fields: Any) -> dict[int, dict[Side, scales.SideSummary]]:
+    statistics, plan = planted(k_factor, **fields)
+    return scales.summarize(statistics, scales.compute(statistics, plan), plan)
 
 
 def test_a_head_beyond_448_is_flagged_with_the_fraction_clipped() -> None:
-    statistics, found = planted(3000.0)
-    summary = scales.summarize(statistics, found)
+    statistics, plan = planted(3000.0)
+    summary = scales.summarize(statistics, scales.compute(statistics, plan), plan)
     k = summary[1]["k"]
     assert "saturates at scale 1.0" in k.flags
     assert 0 < k.saturated < 0.5  # one of two heads
-    assert k.saturated * 2 * 16 * 128 == int(statistics.layers[1]["k"].saturated.sum())
+    assert k.saturated * 2 * 32 * 128 == int(statistics.layers[1]["k"].saturated.sum())
     assert k.amax > 448
     assert not any("saturates" in flag for flag in summary[0]["k"].flags)
 
 
 def test_a_tiny_head_is_flagged_as_underflow() -> None:
-    statistics, found = planted(1e-4)
-    k = scales.summarize(statistics, found)[1]["k"]
+    k = summaries(1e-4)[1]["k"]
     assert any(flag.startswith("underflows at scale 1.0") for flag in k.flags)
     assert k.zeroed > 0.2
 
 
 def test_a_dead_head_gets_the_identity_and_a_flag() -> None:
-    statistics, found = planted(0.0)
-    assert "has a head that is always zero" in scales.summarize(statistics, found)[1]["k"].flags
-    model = tiny.build_model()
-    per_head = scales.compute(statistics, plan_for(model, granularity="per_head"))
-    assert per_head.layers[1]["k"].flatten()[0] == 1.0
+    assert DEAD in summaries(0.0)[1]["k"].flags
+    statistics, plan = planted(0.0, granularity="per_head")
+    assert scales.compute(statistics, plan).layers[1]["k"].flatten()[0] == 1.0
+
+
+@every_dynamic_format
+@pytest.mark.parametrize(("k_factor", "flags"), [(3000.0, []), (1e-4, []), (0.0, [DEAD])])
+def test_scale_1_is_of_no_concern_to_a_dynamic_format_but_a_dead_head_is(
+    fmt: KVFormat, k_factor: float, flags: list[str]
+) -> None:
+    statistics, plan = planted(k_factor, format=fmt.name)
+    k = scales.summarize(statistics, None, plan)[1]["k"]
+    assert k.flags == flags
+    assert k.scale == []
+    static, plan = planted(k_factor)
+    known = scales.summarize(static, None, plan)[1]["k"]
+    assert (k.amax, k.saturated, k.zeroed) == (known.amax, known.saturated, known.zeroed)
+
+
+def test_folded_fp8_is_judged_at_scale_1() -> None:
+    statistics, plan = planted(3000.0, deliver="fold")
+    found = scales.unit(plan)
+    assert all(t.dtype == torch.float32 and t.tolist() == [1.0] for t in tensors(found))
+    assert {(i, s) for i, sides in found.layers.items() for s in sides} == set(product(range(3), SIDES))
+    k = scales.summarize(statistics, found, plan)[1]["k"]
+    assert k.scale == [1.0]
+    assert "saturates at scale 1.0" in k.flags
+
+
+def tensors(found: scales.Scales) -> list[torch.Tensor]:
+    return [tensor for sides in found.layers.values() for tensor in sides.values()]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"deliver": "fold"}, *({"format": f.name} for f in DYNAMIC)], ids=lambda f: str(*f.values())
+)
+def test_static_scales_are_not_computed_where_none_are_written(fields: dict[str, str]) -> None:
+    statistics, plan = planted(1.0, **fields)
+    with pytest.raises(UsageError, match=f"{plan.format.name} with --deliver fold has no static scales"):
+        scales.compute(statistics, plan)
+
+
+def test_folded_weights_can_have_scales_too() -> None:
+    statistics, plan = planted(2.0, deliver="both", granularity="per_head")
+    _, plain = planted(2.0, granularity="per_head")
+    both, metadata = (tensors(scales.compute(statistics, p)) for p in (plan, plain))
+    assert all(torch.equal(a, b) for a, b in zip(both, metadata, strict=True))
 
 
 def test_saved_scales_come_back_equal(tmp_path: Path) -> None:
-    _, found = planted(2.0)
+    found = scales.compute(*planted(2.0))
     found.save(tmp_path / "scales.safetensors")
     again = scales.Scales.load(tmp_path / "scales.safetensors")
     assert list(again.layers) == list(found.layers)

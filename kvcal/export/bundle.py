@@ -11,7 +11,7 @@ import re
 import shutil
 import socket
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,9 +196,11 @@ def base_weight_map(base: Path, added: set[str]) -> dict[str, str]:
     return found
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of what kvcal itself wrote; the base's shards are the base's own."""
-    written = ("config.json", models.INDEX_NAME, SCALE_SHARD)
+def hashes(folder: Path, rewritten: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of what kvcal itself wrote, the shards of ``rewritten`` tensors among it."""
+    weight_map = models.weight_map(folder)
+    shards = sorted({weight_map[name] for name in rewritten})
+    written = ("config.json", models.INDEX_NAME, SCALE_SHARD, *shards)
     return {name: _sha256(folder / name) for name in written if (folder / name).exists()}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from kvcal.arch import ModelSpec
@@ -29,11 +30,13 @@ Restored = Literal["bit for bit", "from its copy", "rounded"]
 class FoldedTensor:
     """One tensor that was changed.
 
-    ``sha256`` is of the original's bytes. ``restored``: the inverse fold gives them back, or a copy kept
-    among the records does (small tensors only), or the nearest that the dtype has.
+    ``sha256`` is of the original's bytes, ``written`` of the folded ones. ``restored``: the inverse fold
+    gives them back, or a copy kept among the records does (small tensors only), or the nearest that the dtype
+    has.
     """
 
     sha256: str
+    written: str
     restored: Restored
 
 
@@ -93,14 +96,15 @@ class Folding:
         new = self._folds[name](tensor)
         if not bool(new.isfinite().all()):
             raise ModelError(
-                f"{name}: folding leaves the range of {tensor.dtype}; use --deliver metadata for this model"
+                f"{name}: folding leaves the range of {tensor.dtype}; take"
+                f" {' and '.join(self._transforms.steps)} out of folds.transforms"
             )
         restored: Restored = "bit for bit"
         if not torch.equal(_bits(self._inverse[name](new)), _bits(tensor)):
             restored = "from its copy" if tensor.ndim == 1 else "rounded"
             if tensor.ndim == 1:
                 self._originals[name] = tensor.clone()
-        self._tensors[name] = FoldedTensor(_sha256(tensor), restored)
+        self._tensors[name] = FoldedTensor(sha256_of(tensor), sha256_of(new), restored)
         return new
 
 
@@ -126,20 +130,34 @@ def read_record(folder: Path) -> Record | None:
         document = json.loads((records / _RECORD).read_text(encoding="utf-8"))
         tensors = {name: FoldedTensor(**row) for name, row in document["tensors"].items()}
         found = document["version"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{records / _RECORD}: is no record of folds: {error}") from None
     if found != _FORMAT:
         raise ModelError(f"{records / _RECORD}: version {found} of the record, this kvcal reads {_FORMAT}")
-    originals = load_file(records / _ORIGINALS) if (records / _ORIGINALS).exists() else {}
+    try:
+        originals = load_file(records / _ORIGINALS) if (records / _ORIGINALS).exists() else {}
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{records / _ORIGINALS}: holds no tensors that can be read: {error}") from None
     return Record(Transforms.load(records / _TRANSFORMS), tensors, originals)
 
 
 class Unfolding:
-    """Takes folds back as a checkpoint is written, and compares each tensor with the original's hash."""
+    """Takes folds back as a checkpoint is written, and compares each tensor with the original's hash.
+
+    Raises:
+        ModelError: the record is that of another model, from every method.
+    """
 
     def __init__(self, model: ModelSpec, record: Record):
         self._record = record
-        self._inverse = _folds(model, record.transforms.inverse())
+        try:
+            self._inverse = _folds(model, record.transforms.inverse())
+        except (ValueError, RuntimeError) as error:
+            raise ModelError(f"the record of folds holds a transform without an inverse: {error}") from None
+        _require_fit(model, record.transforms)
+        unknown = sorted(record.tensors.keys() - self._inverse.keys())
+        if unknown:
+            raise ModelError(f"{unknown[0]} is in the record of folds, but no fold of this model touches it")
         self.restored: list[str] = []
         self.rounded: list[str] = []
 
@@ -147,15 +165,19 @@ class Unfolding:
         """The bundle with unfolded weights beside what it adds."""
         return Bundle(bundle.tensors, bundle.quantization, frozenset(self._record.tensors), self._rewrite)
 
-    def restores(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether the inverse fold gives the original's bytes."""
-        return _sha256(self._inverse[name](tensor)) == self._record.tensors[name].sha256
+    def _unfolded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        try:
+            return self._inverse[name](tensor)
+        except RuntimeError:
+            raise ModelError(
+                f"{name} has shape {list(tensor.shape)}, which the record of folds does not fit"
+            ) from None
 
     def _rewrite(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         original = self._record.originals.get(name)
         if original is None:
-            original = self._inverse[name](tensor)
-        exact = _sha256(original) == self._record.tensors[name].sha256
+            original = self._unfolded(name, tensor)
+        exact = sha256_of(original) == self._record.tensors[name].sha256
         (self.restored if exact else self.rounded).append(name)
         return original
 
@@ -168,10 +190,23 @@ def _folds(model: ModelSpec, transforms: Transforms) -> dict[str, weights.Fold]:
     return found
 
 
+def _require_fit(model: ModelSpec, transforms: Transforms) -> None:
+    """Refuse transforms of layers or heads that the model does not have."""
+    layers = {layer.index: layer for layer in model.layers}
+    for index, transform in transforms.layers.items():
+        layer = layers.get(index)
+        vector = [layer.kv_heads, layer.head_dim] if layer else []
+        for step in transform.steps:
+            shape = list(getattr(transform, step).shape)
+            if layer is None or shape not in (vector, [*vector, layer.head_dim]):
+                raise ModelError(f"layer {index}: {step} of the record of folds is none of this model")
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes, so that -0 and 0 count as different."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _sha256(tensor: torch.Tensor) -> str:
+def sha256_of(tensor: torch.Tensor) -> str:
+    """Of the bytes of a tensor, whatever its shape."""
     return hashlib.sha256(_bits(tensor).numpy().tobytes()).hexdigest()

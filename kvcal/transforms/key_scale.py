@@ -71,7 +71,8 @@ def _tied(moments: torch.Tensor, ties: torch.Tensor) -> torch.Tensor:
 
 
 def _floored(moments: torch.Tensor) -> torch.Tensor:
-    return moments.clamp(min=_FLOOR * float(moments.max())).clamp(min=torch.finfo(torch.float64).tiny)
+    largest = float(moments.max())
+    return moments.clamp(min=_FLOOR * largest) if largest > 0 else torch.ones_like(moments)
 
 
 def _into_range(

@@ -48,7 +48,7 @@ def require_exact(errors: dict[int, float]) -> None:
     if worst is not None and not errors[worst] <= TOLERANCE:
         raise ModelError(
             f"layer {worst}: folding changes its attention by {errors[worst]:.2g} in float64, more than"
-            f" {TOLERANCE:g}; its code does more to Q, K or V than config.json says; use --deliver metadata"
+            f" {TOLERANCE:g}; its code does more to Q, K or V than config.json says; fold nothing of it"
         )
 
 

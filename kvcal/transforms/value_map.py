@@ -61,7 +61,7 @@ def balanced(statistics: Statistics, model: ModelSpec, weights: Any) -> Transfor
     """The closed form with diagonal moments; ``weights`` is the model, for its output projections."""
     found = {}
     for layer in model.layers:
-        output = weights.get_submodule(f"{layer.module}.{model.projections.o}").weight
+        output = weights.get_submodule(f"{layer.module}.{model.projections.o}").weight.detach()
         c_v = statistics.layers[layer.index]["v"].squares
         c_o = output.double().cpu().square().sum(0).view(layer.kv_heads, -1, layer.head_dim).sum(1)
         factor = (_floored(c_o) / _floored(c_v)) ** 0.25
@@ -80,4 +80,5 @@ def _into_range(seen: SideStatistics, rule: ScaleRule) -> torch.Tensor:
 
 
 def _floored(moments: torch.Tensor) -> torch.Tensor:
-    return moments.clamp(min=1e-6 * float(moments.max())).clamp(min=torch.finfo(torch.float64).tiny)
+    largest = float(moments.max())
+    return moments.clamp(min=1e-6 * largest) if largest > 0 else torch.ones_like(moments)

@@ -5,8 +5,9 @@
 One new token per sequence reads a paged cache of the given length, laid out as the engine lays it out: per
 page, token and head K then V, each followed by its scale where the format keeps one per token and head.
 ``fa3`` is vLLM's FlashAttention-3, which schedules itself here (the engine does it once per step for all
-layers), ``triton`` its unified attention with the engine's number of segments. FP8 with one scale per layer rounds Q too, as the engine does; ``q16``
-leaves Q alone. INT4 includes the rotation of Q and of the output, without which it computes nothing.
+layers), ``triton`` its unified attention with the engine's number of segments. FP8 with one scale per layer
+rounds Q too, as the engine does; ``q16`` leaves Q alone. INT4 includes the rotation of Q and of the output,
+without which it computes nothing.
 
 Before it is timed, each kernel must agree with float32 attention over what its cache holds: outputs and
 scratch are poisoned with NaN, and the relative error is printed; a larger one than the kernel's arithmetic

@@ -187,10 +187,14 @@ def _folds_delivered(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str
     if isinstance(section, dict) and section.get("config_groups"):
         return  # rounded since: the weights say nothing exact any more
     try:
-        folded.Unfolding(checkpoint.model, checkpoint.folds)
+        yield from _not_as_written(checkpoint, checkpoint.folds)
     except ModelError as error:  # folds of another model
         yield str(error)
-    for name, row in checkpoint.folds.tensors.items():
+
+
+def _not_as_written(checkpoint: Checkpoint, folds: folded.Record) -> Iterator[str]:
+    unfolding = folded.Unfolding(checkpoint.model, folds)
+    for name, row in folds.tensors.items():
         file = checkpoint.weight_map.get(name)
         if file is None:
             yield f"{name} was folded and is not in the files"
@@ -201,6 +205,8 @@ def _folds_delivered(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str
             yield f"{name} holds NaN or infinity"
         elif folded.sha256_of(tensor) != row.written:
             yield f"{name} is not what was written"
+        elif row.restored == "bit for bit" and not unfolding.restores(name, tensor):
+            yield f"{name}: unfolding it by the record does not give the original"
 
 
 def _index(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:

@@ -93,7 +93,7 @@ class EngineSpec:
             return []
         if deliver != "metadata":
             return [
-                f"base weights are quantized already or carry a KV scheme ({method}), and folding would round"
+                f"base weights are quantized already ({method}), and folding would round"
                 " them a second time;"
                 " fold into the unquantized model first and quantize its weights after that"
                 " (a recipe with weights: does both)"

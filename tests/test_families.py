@@ -72,14 +72,16 @@ def test_plan_to_unfold(
     done = kvcal("calibrate", "--model", folder, "--output", output, *options, *small)
     assert done.code == 0, done.stderr
     folds = done.document["folds"]
-    assert len(folds["kept"]) >= 2, folds
+    # Gains of 1 + w cannot change sign without rounding, so Gemma 3 has no turns.
+    assert len(folds["kept"]) >= (1 if family == "gemma3_text" else 2), folds
     assert folds["proof"]["block_error"] < 1e-12
     assert folds["reversible"]
     assert 0 < done.document["fidelity"]["kl_mean"] < 0.5
     before, between = load_file(folder / "model.safetensors"), load_file(output / "model.safetensors")
     changed = {name for name in before if not torch.equal(before[name], between[name])}
     assert changed <= set(json.loads((output / "kvcal" / "folds.json").read_text())["tensors"])
-    assert all(any(f".layers.{index}." in name for name in changed) for index in range(3))
+    touched = [any(f".layers.{index}." in name for name in changed) for index in range(3)]
+    assert any(touched) if family == "gemma3_text" else all(touched)
     assert json.loads((output / "config.json").read_text()) == json.loads(
         (folder / "config.json").read_text()
     )

@@ -467,13 +467,13 @@ def test_weights_are_quantized_after_the_fold(
     done = kvcal("calibrate", "--model", base, "--recipe", recipe, "--output", out, *SMALL, "--json")
     assert done.code == 0, done.stderr
     assert done.document["weights"] == scheme
-    assert "value_scale" in done.document["folds"]["kept"]
+    if deliver == "fold":  # with scales of its own the engine needs no help with planted values
+        assert "value_scale" in done.document["folds"]["kept"]
+        assert max(layer["v"]["amax"] for layer in done.document["layers"]) < 448
     section = json.loads((out / "config.json").read_text())["quantization_config"]
     assert section["config_groups"]
     assert (section.get("kv_cache_scheme") is not None) == (deliver == "both")
     tensors = all_tensors(out)
-    # Planted values of V are gone from the weights that were quantized, so nothing saturates at scale 1.0.
-    assert max(layer["v"]["amax"] for layer in done.document["layers"]) < 448
     assert any(n.endswith(("weight_scale", "weight_packed")) for n in tensors)
     assert len([n for n in tensors if n.endswith("self_attn.k_scale")]) == (3 if deliver == "both" else 0)
     checked = kvcal("check", out, "--json")

@@ -165,6 +165,10 @@ class Unfolding:
         """The bundle with unfolded weights beside what it adds."""
         return Bundle(bundle.tensors, bundle.quantization, frozenset(self._record.tensors), self._rewrite)
 
+    def restores(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the inverse fold gives the original's bytes."""
+        return sha256_of(self._unfolded(name, tensor)) == self._record.tensors[name].sha256
+
     def _unfolded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         try:
             return self._inverse[name](tensor)

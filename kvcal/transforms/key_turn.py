@@ -29,6 +29,8 @@ from kvcal.kernels import reference
 from kvcal.transforms.record import LayerTransform, Transforms
 
 _SWEEPS = 4
+# Searches per head, from the model as it is and from random turns: each ends in a minimum of its own.
+_STARTS = 8
 # A sweep that gains less than a thousandth is the last.
 _SETTLED = 0.999
 # The search looks at 512 tokens per head, 32 of each of 16 samples: few documents would be learnt by heart.
@@ -104,18 +106,20 @@ def _search(k: torch.Tensor, weight: torch.Tensor, layer: LayerSpec, spec: Model
     # numpy: thousands of steps on small arrays, where torch's threads would mostly wait for each other.
     rotation = online.rotation(layer.head_dim).numpy()  # rotated = rotation @ k
     shared = spec.qk_norm == "head"
-    cost_of = (weight / weight.sum(-1, keepdim=True)).numpy()
-    x = k.float().numpy().copy()
-    turn = np.broadcast_to(np.eye(layer.head_dim), (len(x), layer.head_dim, layer.head_dim)).copy()
+    heads = k.shape[0]
+    cost_of = np.tile((weight / weight.sum(-1, keepdim=True)).numpy(), (_STARTS, 1))
+    # All starts side by side, as if each were a head more.
+    turn = np.concatenate([_start(layer, spec, index) for index in range(_STARTS)])
+    x = np.matmul(np.tile(k.float().numpy(), (_STARTS, 1, 1)), turn.transpose(0, 2, 1).astype(np.float32))
     y = x @ rotation.T
-    best = _range(y, cost_of, shared)
+    best = _range(y, cost_of, heads, shared)
     for _ in range(_SWEEPS):
         start = best
         for channels in _tied_channels(layer):
             for signs, order in _turns(channels, spec):
                 moved = x[:, :, order] * np.array(signs, dtype=x.dtype)
                 tried = y + (moved - x[:, :, channels]) @ rotation[:, channels].T
-                cost = _range(tried, cost_of, shared)
+                cost = _range(tried, cost_of, heads, shared)
                 take = cost < best
                 if not take.any():
                     continue
@@ -126,14 +130,31 @@ def _search(k: torch.Tensor, weight: torch.Tensor, layer: LayerSpec, spec: Model
                     turn[head, channels] = turn[head, order] * np.array(signs)[:, None]
         if (best > _SETTLED * start).all():
             break
-    return torch.from_numpy(turn)
+    winner = best.reshape(_STARTS, heads).argmin(0)
+    return torch.from_numpy(turn.reshape(_STARTS, heads, *turn.shape[1:])[winner, np.arange(heads)])
 
 
-def _range(y: np.ndarray, cost_of: np.ndarray, shared: bool) -> np.ndarray:
+def _start(layer: LayerSpec, spec: ModelSpec, index: int) -> np.ndarray:
+    """The model as it is, then turns at random; ``(kv_heads, head_dim, head_dim)``."""
+    turn = np.tile(np.eye(layer.head_dim), (layer.kv_heads, 1, 1))
+    generator = np.random.default_rng([index, layer.index])
+    for channels in _tied_channels(layer):
+        options = [([1.0] * len(channels), channels), *_turns(channels, spec)]
+        drawn = generator.integers(len(options), size=layer.kv_heads) * (index > 0)
+        for head in range(layer.kv_heads):
+            signs, order = options[drawn[0 if spec.qk_norm == "head" else head]]
+            turn[head, channels] = np.eye(layer.head_dim)[order] * np.array(signs)[:, None]
+    return turn
+
+
+def _range(y: np.ndarray, cost_of: np.ndarray, heads: int, shared: bool) -> np.ndarray:
     """Weighted mean of ``range²`` per head. The zero point cannot leave the range, so 0 is always in it."""
     extent = np.maximum(y.max(-1), 0) - np.minimum(y.min(-1), 0)
     cost: np.ndarray = (extent * extent * cost_of).sum(-1)
-    return np.full_like(cost, cost.sum()) if shared else cost
+    if not shared:
+        return cost
+    together: np.ndarray = cost.reshape(-1, heads).sum(1).repeat(heads)  # heads that turn together are one
+    return together
 
 
 def _tied_channels(layer: LayerSpec) -> list[list[int]]:

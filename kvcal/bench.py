@@ -153,7 +153,9 @@ def _foldable(model: Any, plan: Plan, statistics: Statistics, shaping: TokenSet)
         "key_offset (part)": key_offset.foldable(statistics, spec, model),
     }
     if plan.format.rotated:
-        found["key_turn"] = key_turn.propose(key_turn.sample(model, spec, shaping), spec, Transforms({}))
+        keys, powers = key_turn.sample(model, spec, shaping), scaled["key_scale power_of_two"]
+        found["key_turn"] = key_turn.propose(keys, spec, Transforms({}))
+        found["key_scale power_of_two, key_turn"] = powers.then(key_turn.propose(keys, spec, powers))
     return {name: option for name, option in found.items() if option.layers}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _PICKLED_NAME = "pytorch_model.bin"
 _PICKLED_INDEX = "pytorch_model.bin.index.json"
+_SMALL_FILES = (".json", ".txt", ".model", ".jinja", ".py", ".md")
+_TEMPLATES = "additional_chat_templates"  # where transformers keeps all but the default one
 # A weight of a layer; scales and the RoPE frequencies of old checkpoints may be there without a use.
 _LAYER_WEIGHT = re.compile(r"\.layers\.(\d+)\..*\b(?:weight|bias)$")
 
@@ -167,6 +171,15 @@ def pickled_files(folder: Path) -> list[Path]:
         return [folder / _PICKLED_NAME]
     index = json.loads((folder / _PICKLED_INDEX).read_text(encoding="utf-8"))
     return [folder / file for file in sorted(set(index["weight_map"].values()))]
+
+
+def copy_small_files(source: Path, target: Path, *, except_for: Collection[str]) -> None:
+    """Tokenizer, templates, generation config and the like: all of a checkpoint but weights and ``except_for``."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix in _SMALL_FILES and path.name not in except_for:
+            shutil.copyfile(path, target / path.name)
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, target / _TEMPLATES, dirs_exist_ok=True)
 
 
 def tensor_names(path: Path) -> set[str]:

@@ -153,7 +153,7 @@ def advice(plan: Plan) -> list[str]:
     int8 = (
         "int8_per_token_head with --deliver fold: nearly FP8's bytes, and about 9 dB less error once folds"
         f" have balanced Q and K; {engine.name} scales it online, in a kernel whose decode attention takes"
-        f" about {slow:.0f} times that of FP8 at long context"
+        f" up to {slow:.0f} times that of FP8 at long context"
     )
     fp8 = "fp8: the fastest cache of this engine"
     if model.key_bias:

@@ -31,8 +31,6 @@ from kvcal.errors import DataError, ModelError, OutputError, PlanRefused, UsageE
 
 # What a decoder layer multiplies with; embeddings and the head stand outside the layers and are left alone.
 _LAYER_LINEAR = re.compile(r"\.layers\.\d+\..*\.weight$")
-_SMALL_FILES = (".json", ".txt", ".model", ".jinja", ".py", ".md")
-_TEMPLATES = "additional_chat_templates"  # where transformers keeps all chat templates but the default one
 _PARALLELISM = "TOKENIZERS_PARALLELISM"  # llm-compressor sets it and leaves it set
 _LOG_DISABLED = "LLM_COMPRESSOR_LOG_DISABLED"
 _TRACER = logging.getLogger("torch.fx._symbolic_trace")
@@ -346,12 +344,7 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 def _copy_small_files(source: Path, target: Path) -> None:
     """Tokenizer and other small files as they are; weights, index and config were written anew."""
-    for path in sorted(source.iterdir()):
-        written_anew = path.name in ("config.json", models.INDEX_NAME)
-        if path.is_file() and path.suffix in _SMALL_FILES and not written_anew:
-            shutil.copyfile(path, target / path.name)
-    if (source / _TEMPLATES).is_dir():
-        shutil.copytree(source / _TEMPLATES, target / _TEMPLATES, dirs_exist_ok=True)
+    models.copy_small_files(source, target, except_for=("config.json", models.INDEX_NAME))
     for path in target.glob("*.safetensors"):
         path.chmod(target.stat().st_mode & 0o666)  # safetensors makes them private
 

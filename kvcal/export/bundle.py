@@ -29,8 +29,6 @@ RECORDS = "kvcal"
 # The base's only shard gets this name: transformers would read a model.safetensors before any index.
 _ONLY_SHARD = "model-base.safetensors"
 _REPLACED = "replaced"
-_TEMPLATES = "additional_chat_templates"  # where transformers keeps all but the default one
-_SMALL_FILES = (".json", ".txt", ".model", ".jinja", ".py", ".md")
 
 
 @dataclass(frozen=True)
@@ -133,15 +131,7 @@ def write(bundle: Bundle, base: Path, folder: Path) -> None:
         touched = {file for name, file in base_map.items() if name in bundle.rewritten}
         _link_or_copy({base / file: folder / name for file, name in names.items() if file not in touched})
         _rewrite(bundle, {base / file: folder / names[file] for file in touched})
-    for path in sorted(base.iterdir()):
-        if (
-            path.is_file()
-            and path.suffix in _SMALL_FILES
-            and path.name not in ("config.json", models.INDEX_NAME)
-        ):
-            shutil.copyfile(path, folder / path.name)
-    if (base / _TEMPLATES).is_dir():
-        shutil.copytree(base / _TEMPLATES, folder / _TEMPLATES)
+    models.copy_small_files(base, folder, except_for=("config.json", models.INDEX_NAME))
 
     if bundle.tensors:
         _save(bundle.tensors, folder / SCALE_SHARD)

@@ -113,11 +113,23 @@ def capture_overhead(
     return rows
 
 
-def folds(model: Any, plan: Plan, tokens: TokenSet, on_tokens: Callable[[int], None]) -> list[FoldRow]:
-    """Fidelity of every transform alone, those that can only be done online included."""
+def folds(
+    model: Any,
+    plan: Plan,
+    tokens: TokenSet,
+    on_tokens: Callable[[int], None],
+    notice: Callable[[str], None] = lambda _: None,
+) -> list[FoldRow]:
+    """Fidelity of every transform alone, those that can only be done online included.
+
+    ``notice`` hears where a rotation would spread a bias.
+    """
     spec = plan.model
     shaping, judging = folding.split(tokens, len(tokens.samples) // 2)
     statistics = calibrate.calibrate(model, plan, shaping, on_tokens=on_tokens)
+    warning = key_hadamard.warning(statistics)
+    if warning is not None:
+        notice(warning)
     unit = None if plan.format.dynamic else scales.unit(plan)
     plain = QuantizedCache(plan.format, unit)
     variants = {("none", ""): Variant(plain, with_query=not plan.format.dynamic)}

@@ -19,7 +19,7 @@ from kvcal.plan import Plan
 from kvcal.progress import Narrator
 from kvcal.recipe import Side
 from kvcal.statistics import Statistics
-from kvcal.transforms import proof
+from kvcal.transforms import key_hadamard, proof
 from kvcal.validate import Validation
 
 VALIDATION_SAMPLES = 2
@@ -109,6 +109,9 @@ def fold(job: Job) -> Folds:
     plan, model, spec = job.plan, job.model, job.plan.model
     shaping, judging = folding.split(job.text, plan.recipe.folds.samples)
     statistics = _statistics(job, "calibrate", shaping)
+    warning = key_hadamard.warning(statistics) if plan.format.rotated else None
+    if warning is not None:
+        job.narrator.notice(warning)
     with job.narrator.bar("choose folds", judging.tokens * folding.rounds(plan)) as on_tokens:
         choice = folding.choose(model, plan, statistics, shaping, judging, on_tokens=on_tokens)
     job.clock.lap("choose folds")

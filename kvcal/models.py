@@ -174,7 +174,7 @@ def pickled_files(folder: Path) -> list[Path]:
 
 
 def copy_small_files(source: Path, target: Path, *, except_for: Collection[str]) -> None:
-    """Tokenizer, templates, generation config and the like: all of a checkpoint but weights and ``except_for``."""
+    """Tokenizer, templates and the like: all of a checkpoint but its weights and ``except_for``."""
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in _SMALL_FILES and path.name not in except_for:
             shutil.copyfile(path, target / path.name)

@@ -320,9 +320,9 @@ def _folds_lines(folds: Report | None) -> list[str]:
     return [
         f"| fold tried ({folds['judging']['tokens']:,} calibration tokens) | KL mean | |",
         "|---|---:|---|",
-        f"| none | {folds['judging']['kl_before']:.4f} | |",
+        f"| none | {_nats(folds['judging']['kl_before'])} | |",
         *(
-            f"| {c['name']} | {'nothing to do' if c['kl_mean'] is None else format(c['kl_mean'], '.4f')} |"
+            f"| {c['name']} | {'nothing to do' if c['kl_mean'] is None else _nats(c['kl_mean'])} |"
             f" {'kept' if c['kept'] else ''} |"
             for c in folds["candidates"]
         ),
@@ -350,10 +350,15 @@ def _print_verdict(console: Console, report: Report) -> None:
             console.print(reason, markup=False, highlight=False)
 
 
+def _nats(value: float) -> str:
+    """Four decimals, or two digits where those would say nothing."""
+    return f"{value:.4f}" if value == 0 or value >= 0.001 else f"{value:.2g}"
+
+
 def _fidelity_cells(row: Mapping[str, float]) -> list[str]:
     return [
-        f"{row['kl_mean']:.4f}",
-        f"{row['kl_p99']:.4f}",
+        _nats(row["kl_mean"]),
+        _nats(row["kl_p99"]),
         f"{100 * row['top1_agreement']:.2f} %",
         f"{row['perplexity']:.3f}",
     ]

@@ -250,7 +250,7 @@ def run_bench_folds(request: Request, recipe: recipes.Recipe, narrator: Narrator
     """What each transform is worth on its own, on calibration text alone."""
     model, resolved, text = _open(request, recipe, narrator)
     with narrator.bar("bench", text.tokens) as on_tokens:
-        return bench.folds(model, resolved, text, on_tokens)
+        return bench.folds(model, resolved, text, on_tokens, narrator.notice)
 
 
 def _open(

@@ -202,6 +202,10 @@ def test_large_key_biases_cost_int8_a_tenth_after_folding(tmp_path: Path, kvcal:
     assert done.code == 0, done.stderr
     before = done.document["folds"]["before"]["fidelity"]["kl_mean"]
     assert done.document["fidelity"]["kl_mean"] * 10 < before
+    options = ("--format", "int4_per_token_head", "--samples", "4", "--seq-len", "48", "--json")
+    benched = kvcal("bench", "folds", "--model", tmp_path / "model", *options)
+    assert benched.code == 0
+    assert "mostly one constant vector, which a Hadamard rotation spreads" in " ".join(benched.stderr.split())
 
 
 def test_shards_without_a_folded_tensor_are_linked_and_the_others_rewritten(

@@ -43,3 +43,15 @@ def biased_layers(statistics: Statistics) -> list[int]:
         if bool((mean_energy > _BIASED * k.squares.sum(-1) / tokens).any()):
             found.append(index)
     return found
+
+
+def warning(statistics: Statistics) -> str | None:
+    """One line about layers whose bias a rotation would spread; None if there are none."""
+    layers = biased_layers(statistics)
+    if not layers:
+        return None
+    named = ", ".join(map(str, layers[:8])) + (" …" if len(layers) > 8 else "")
+    return (
+        f"K of layer {named} is mostly one constant vector, which a Hadamard rotation spreads over all"
+        " channels; expect less of rotated formats here than of int8_per_token_head"
+    )

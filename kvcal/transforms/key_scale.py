@@ -52,13 +52,12 @@ def _scale(
     """``(kv_heads, head_dim)`` float64."""
     group = layer.heads // layer.kv_heads
     k = sides["k"].squares
-    q = sides["q"].squares.view(layer.kv_heads, group, layer.head_dim).sum(1)
+    q = sides["q"].squares.view(layer.kv_heads, group, layer.head_dim).mean(1)
     if model.qk_norm == "head":
-        k, q = k.sum(0, keepdim=True), q.sum(0, keepdim=True)
+        k, q = k.mean(0, keepdim=True), q.mean(0, keepdim=True)
     ties = torch.tensor(layer.channel_ties)
     k, q = (_tied(x, ties) for x in (k, q))
     log2 = torch.log2(_floored(k) / _floored(q)) * strength / 4
-    log2 = log2 - log2.mean(-1, keepdim=True)  # the common factor is the range's affair
     shape = log2.round() if powers_of_two else log2
     scale = torch.exp2(shape)[:, ties].expand(layer.kv_heads, -1)
     return scale * _into_range(scale, layer, model, sides)

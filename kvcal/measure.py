@@ -84,6 +84,10 @@ class Folds:
     sample: torch.Tensor
     expected: torch.Tensor
 
+    def without_weights(self) -> Folds:
+        """The same without a hold on the model's parameters."""
+        return dataclasses.replace(self, weights=nullcontext)
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -76,8 +76,10 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
         tokenizer = models.load_tokenizer(source.folder, request.trust)
         text = _text(resolved, tokenizer, narrator)
         held_out = _held_out_text(resolved, tokenizer, narrator)
-        model = _load(source.folder, resolved, device, request, narrator)
-        job = measure.Job(resolved, model, text, held_out, narrator, clock)
+        # No other name for the model: the job must be able to let go of it.
+        loaded = _load(source.folder, resolved, device, request, narrator)
+        job = measure.Job(resolved, loaded, text, held_out, narrator, clock)
+        del loaded
         clock.lap("load")
         folds = measure.fold(job) if resolved.folds else None
         base, onto_base = source.folder, folds
@@ -94,6 +96,7 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
             bundle.write(onto_base.folding.onto(written) if onto_base else written, base, stage.folder)
             if onto_base is not None:
                 job.forget_model()  # the written one is loaded now, and two may not fit
+                onto_base = folds = onto_base.without_weights()
                 folds = measure.prove_written(
                     onto_base, _load(stage.folder, resolved, device, request, narrator)
                 )
@@ -136,6 +139,7 @@ def _quantize_weights(
     job.forget_model()
     with bundle.translated_os_errors(stage.destination):
         if folds is not None:
+            folds = folds.without_weights()
             plain = stage.beside("folded")
             bundle.write(folds.folding.onto(bundle.Bundle({}, None)), base, plain)
             folds = measure.prove_written(folds, _load(plain, job.plan, device, request, job.narrator))

@@ -219,6 +219,15 @@ class Collector:
         return Statistics(layers)
 
 
+def floored(moments: torch.Tensor) -> torch.Tensor:
+    """Second moments, none below a millionth of the largest: less is noise or a dead channel.
+
+    A scale made from it would only spread outliers. All ones where everything is zero.
+    """
+    largest = float(moments.max())
+    return moments.clamp(min=1e-6 * largest) if largest > 0 else torch.ones_like(moments)
+
+
 def _slices(lengths: Mapping[tuple[int, Side], int]) -> dict[tuple[int, Side], slice]:
     """Where each key's elements lie when all are laid one after another."""
     stops = list(itertools.accumulate(lengths.values()))

@@ -22,11 +22,9 @@ import torch
 from kvcal.arch import LayerSpec, ModelSpec
 from kvcal.formats import FP8_E4M3
 from kvcal.recipe import Side
-from kvcal.statistics import SideStatistics, Statistics
+from kvcal.statistics import SideStatistics, Statistics, floored
 from kvcal.transforms.record import LayerTransform, Transforms
 
-# A moment below this share of the largest is noise or a dead channel; its scale would only spread outliers.
-_FLOOR = 1e-6
 HEADROOM = 1.25
 
 
@@ -57,7 +55,7 @@ def _scale(
         k, q = k.mean(0, keepdim=True), q.mean(0, keepdim=True)
     ties = torch.tensor(layer.channel_ties)
     k, q = (_tied(x, ties) for x in (k, q))
-    log2 = torch.log2(_floored(k) / _floored(q)) * strength / 4
+    log2 = torch.log2(floored(k) / floored(q)) * strength / 4
     shape = log2.round() if powers_of_two else log2
     scale = torch.exp2(shape)[:, ties].expand(layer.kv_heads, -1)
     return scale * _into_range(scale, layer, model, sides)
@@ -67,11 +65,6 @@ def _tied(moments: torch.Tensor, ties: torch.Tensor) -> torch.Tensor:
     """Moments ``(heads, head_dim)`` summed over tied channels."""
     out = torch.zeros(moments.shape[0], int(ties.max()) + 1, dtype=moments.dtype)
     return out.index_add_(1, ties, moments)
-
-
-def _floored(moments: torch.Tensor) -> torch.Tensor:
-    largest = float(moments.max())
-    return moments.clamp(min=_FLOOR * largest) if largest > 0 else torch.ones_like(moments)
 
 
 def _into_range(

@@ -28,7 +28,7 @@ from kvcal.formats import FP8_E4M3
 from kvcal.kernels import reference
 from kvcal.recipe import ScaleRule
 from kvcal.scales import UNDERFLOW_RMS, from_amax
-from kvcal.statistics import SideStatistics, Statistics
+from kvcal.statistics import SideStatistics, Statistics, floored
 from kvcal.transforms.record import LayerTransform, Transforms
 
 
@@ -64,7 +64,7 @@ def balanced(statistics: Statistics, model: ModelSpec, weights: Any) -> Transfor
         output = weights.get_submodule(f"{layer.module}.{model.projections.o}").weight.detach()
         c_v = statistics.layers[layer.index]["v"].squares
         c_o = output.double().cpu().square().sum(0).view(layer.kv_heads, -1, layer.head_dim).sum(1)
-        factor = (_floored(c_o) / _floored(c_v)) ** 0.25
+        factor = (floored(c_o) / floored(c_v)) ** 0.25
         eye = torch.eye(layer.head_dim, dtype=torch.float64)
         rotation = reference.hadamard(eye)
         found[layer.index] = LayerTransform(value_map=rotation * factor[:, None, :])
@@ -77,8 +77,3 @@ def _into_range(seen: SideStatistics, rule: ScaleRule) -> torch.Tensor:
     rule = ScaleRule(rule="power_of_two", headroom=rule.headroom)
     inside = (amax * rule.headroom <= FP8_E4M3.max) & (seen.rms >= UNDERFLOW_RMS)
     return torch.where(inside, 1.0, from_amax(amax, FP8_E4M3.max, rule).double())
-
-
-def _floored(moments: torch.Tensor) -> torch.Tensor:
-    largest = float(moments.max())
-    return moments.clamp(min=1e-6 * largest) if largest > 0 else torch.ones_like(moments)

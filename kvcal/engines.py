@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kvcal import formats
 from kvcal.arch import LayerSpec, ModelSpec
 from kvcal.errors import UsageError
 from kvcal.formats import KVFormat
@@ -56,8 +57,12 @@ class EngineSpec:
         return f"{layer.module}.{self.scale_suffixes[side]}"
 
     def deliveries(self, fmt: KVFormat) -> tuple[Deliver, ...]:
-        """Ways by which a calibration for this format reaches the engine, the usual one first."""
-        return ("metadata", "fold", "both") if fmt.name in self.loads_scales else ("fold",)
+        """Ways by which a calibration for this format reaches the engine, the usual one first.
+
+        Of a static format that the engine lacks, those that it would have; :meth:`refusals` refuses it.
+        """
+        lacking = fmt.name not in self.cache_dtype and not fmt.dynamic
+        return ("metadata", "fold", "both") if lacking or fmt.name in self.loads_scales else ("fold",)
 
     def refusals(
         self, model: ModelSpec, fmt: KVFormat, granularity: Granularity | None, deliver: Deliver
@@ -69,9 +74,7 @@ class EngineSpec:
         reasons = []
         known = fmt.name in self.cache_dtype
         if not known:
-            reasons.append(
-                f"{self.name} {self.version} has no {fmt.name} cache; it has {', '.join(self.cache_dtype)}"
-            )
+            reasons.append(self._about_missing_format(fmt))
         elif deliver not in self.deliveries(fmt):
             reasons.append(
                 f"{self.name} {self.version} loads no static scales for {fmt.name}, which it scales itself;"
@@ -86,6 +89,16 @@ class EngineSpec:
         for head_dim in sorted({layer.head_dim for layer in model.layers}) if known else []:
             reasons += self._about_head_dim(head_dim, fmt, granularity)
         return reasons
+
+    def _about_missing_format(self, fmt: KVFormat) -> str:
+        def distance(name: str) -> tuple[float, bool, float]:
+            other = formats.get(name)
+            return abs(other.bits - fmt.bits), other.integer != fmt.integer, -other.bits
+
+        nearest = min(self.cache_dtype, key=distance)
+        others = ", ".join(name for name in self.cache_dtype if name != nearest)
+        also = f"; others are {others}" if others else ""
+        return f"{self.name} {self.version} has no {fmt.name} cache; the nearest it has is {nearest}{also}"
 
     def _about_weights(self, model: ModelSpec, deliver: Deliver) -> list[str]:
         method = model.quant_method

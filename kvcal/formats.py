@@ -1,16 +1,21 @@
 """Storage formats of cached K and V. Names are text: this module imports no torch.
 
-Add a format by adding a row to :data:`FORMATS`, its rounding to ``kernels/reference`` and its
-engine names to ``engines``.
+Add a format by adding a row to :data:`FORMATS`; rounding of a kind that is not there yet goes to
+``kernels/codes``, and the names of engines that have the format to ``engines``.
 
 A static format has fixed scales that kvcal computes; a dynamic one is scaled by the engine, per token and
-head, with no knowledge of the model: all that calibration can do for it is done in the weights.
+head, with no knowledge of the model: all that calibration can do for it is done in the weights. A block
+format brings a scale with every few elements and takes no other, NVFP4 but for one of the whole tensor.
 
 >>> fp8 = get("fp8")
 >>> fp8.name, fp8.max, fp8.min_normal == 2**-6, fp8.min_subnormal == 2**-9
 ('fp8_e4m3', 448.0, True, True)
 >>> [f.name for f in FORMATS if f.dynamic]
 ['int8_per_token_head', 'fp8_per_token_head', 'int4_per_token_head']
+>>> [(f.name, f.max) for f in FORMATS if f.integer and not f.dynamic]
+[('int8', 127.0), ('int6', 31.0), ('int5', 15.0), ('int4', 7.0), ('int3', 3.0), ('int2', 1.0)]
+>>> [(f.name, f.block, f.bits_per_element) for f in FORMATS if f.block]
+[('nvfp4', 16, 4.5), ('mxfp4', 32, 4.25)]
 """
 
 from __future__ import annotations
@@ -24,11 +29,13 @@ from kvcal.errors import UsageError
 class KVFormat:
     """How one cached element is stored.
 
-    ``max`` is the largest finite magnitude; values beyond it saturate. ``min_normal`` and
-    ``min_subnormal`` are the smallest magnitudes with full and with any precision, of integers both 1. The
-    static scale is the dequantization multiplier ``amax / max`` (float32). ``dynamic`` formats store
-    ``scale_bits`` beside the codes of one token and head; ``rotated`` ones store the vector after a
-    randomized Hadamard transform.
+    ``max`` is the largest finite magnitude; values beyond it saturate. Static integers have one code more
+    below zero, ``-max - 1``, so that ``bits`` are used up; their ``max`` is the one that a symmetric
+    threshold meets. ``min_normal`` and ``min_subnormal`` are the smallest magnitudes with full and with any
+    precision, of integers both 1. The static scale is the dequantization multiplier ``amax / max``
+    (float32). ``dynamic`` formats store ``scale_bits`` beside the codes of one token and head; ``rotated``
+    ones store the vector after a randomized Hadamard transform. ``block`` elements of a vector share a scale
+    of the dtype ``block_scale_dtype``; for formats without blocks these are 0 and empty.
     """
 
     name: str
@@ -39,11 +46,18 @@ class KVFormat:
     max: float
     min_normal: float
     min_subnormal: float
-    storage_dtype: str  # attribute of torch; uint8 holds two codes of 4 bits
+    storage_dtype: str  # attribute of torch; uint8 holds codes that are packed
     scale_dtype: str
     dynamic: bool = False
     rotated: bool = False
     scale_bits: int = 0
+    block: int = 0
+    block_scale_dtype: str = ""  # attribute of torch
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits of one code and its part of the block scale, which has 8 bits in every block format."""
+        return self.bits + (8 / self.block if self.block else 0)
 
     @property
     def integer(self) -> bool:
@@ -105,7 +119,72 @@ INT4_PER_TOKEN_HEAD = KVFormat(
     scale_bits=32,
 )
 
-FORMATS: tuple[KVFormat, ...] = (FP8_E4M3, INT8_PER_TOKEN_HEAD, FP8_PER_TOKEN_HEAD, INT4_PER_TOKEN_HEAD)
+# OCP 8-bit floating point: E5M2 has infinities and NaN as IEEE 754 does, and saturates before them.
+FP8_E5M2 = KVFormat(
+    name="fp8_e5m2",
+    aliases=(),
+    bits=8,
+    exponent_bits=5,
+    mantissa_bits=2,
+    max=57344.0,
+    min_normal=2.0**-14,
+    min_subnormal=2.0**-16,
+    storage_dtype="float8_e5m2",
+    scale_dtype="float32",
+)
+
+
+def _integer(bits: int) -> KVFormat:
+    """A signed integer with a static scale; below 8 bits, codes are packed."""
+    return KVFormat(
+        name=f"int{bits}",
+        aliases=(),
+        bits=bits,
+        exponent_bits=0,
+        mantissa_bits=bits - 1,
+        max=2.0 ** (bits - 1) - 1,
+        min_normal=1.0,
+        min_subnormal=1.0,
+        storage_dtype="int8" if bits == 8 else "uint8",
+        scale_dtype="float32",
+    )
+
+
+INT8, INT6, INT5, INT4, INT3, INT2 = (_integer(bits) for bits in (8, 6, 5, 4, 3, 2))
+
+# OCP Microscaling 1.0: elements E2M1, scales E8M0 (powers of two). NVFP4 has smaller blocks with scales E4M3,
+# and a float32 scale of the whole tensor, which brings those into their range.
+MXFP4 = KVFormat(
+    name="mxfp4",
+    aliases=(),
+    bits=4,
+    exponent_bits=2,
+    mantissa_bits=1,
+    max=6.0,
+    min_normal=1.0,
+    min_subnormal=0.5,
+    storage_dtype="uint8",
+    scale_dtype="float32",
+    block=32,
+    block_scale_dtype="float8_e8m0fnu",
+)
+NVFP4 = replace(MXFP4, name="nvfp4", block=16, block_scale_dtype="float8_e4m3fn")
+
+FORMATS: tuple[KVFormat, ...] = (
+    FP8_E4M3,
+    INT8_PER_TOKEN_HEAD,
+    FP8_PER_TOKEN_HEAD,
+    INT4_PER_TOKEN_HEAD,
+    FP8_E5M2,
+    INT8,
+    INT6,
+    INT5,
+    INT4,
+    INT3,
+    INT2,
+    NVFP4,
+    MXFP4,
+)
 
 
 def names() -> list[str]:
@@ -116,9 +195,9 @@ def names() -> list[str]:
 def get(name: str) -> KVFormat:
     """Look a format up by name or alias.
 
-    >>> get("int5")  # doctest: +ELLIPSIS
+    >>> get("int7")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    kvcal.errors.UsageError: unknown format 'int5'; known: fp8_e4m3, int8_per_token_head, ...
+    kvcal.errors.UsageError: unknown format 'int7'; known: fp8_e4m3, int8_per_token_head, ...
     """
     for fmt in FORMATS:
         if name == fmt.name or name in fmt.aliases:

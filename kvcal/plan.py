@@ -79,7 +79,10 @@ class Plan:
     def _bits(self) -> float:
         """Bits per cached element that grow with the tokens: codes, and the scales of a dynamic format."""
         vectors = sum(2 * layer.kv_heads for layer in self.layers)
-        return self.format.bits + self.format.scale_bits * vectors / self.model.cached_elements_per_token
+        return (
+            self.format.bits_per_element
+            + self.format.scale_bits * vectors / self.model.cached_elements_per_token
+        )
 
 
 def resolve(recipe: Recipe, model: ModelSpec) -> Plan:

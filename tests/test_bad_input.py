@@ -452,7 +452,7 @@ def test_fewer_samples_than_asked_are_used_and_this_is_said(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--format", "int5"), ("format", "'int5'", "fp8_e4m3", "int4_per_token_head")),
+        (("--format", "int7"), ("format", "'int7'", "fp8_e4m3", "int4_per_token_head")),
         (("--deliver", "post"), ("deliver", "'post'", "'metadata', 'fold' or 'both'")),
         (("--granularity", "per_moon"), ("per_moon", "per_head")),
         (("--samples", "0"), ("calibration.samples", "0")),

@@ -22,7 +22,7 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 FP8 = formats.FP8_E4M3
-UNKNOWN_FORMAT = replace(FP8, name="int4")
+LACKING = [f for f in formats.FORMATS if f.name not in engines.VLLM.cache_dtype]
 DYNAMIC = [f for f in formats.FORMATS if f.dynamic]
 every_dynamic_format = pytest.mark.parametrize("fmt", DYNAMIC, ids=lambda f: f.name)
 
@@ -79,12 +79,36 @@ def test_compressed_tensors_base_is_taken() -> None:
 
 
 @pytest.mark.parametrize("deliver", ["metadata", "fold", "both"])
-def test_a_format_the_engine_does_not_have_is_refused(deliver: Deliver) -> None:
-    (reason,) = refusals(fmt=UNKNOWN_FORMAT, deliver=deliver)
-    assert reason == (
-        "vllm 0.33 has no int4 cache;"
-        " it has fp8_e4m3, int8_per_token_head, fp8_per_token_head, int4_per_token_head"
-    )
+@pytest.mark.parametrize("fmt", LACKING, ids=lambda f: f.name)
+def test_a_format_the_engine_does_not_have_is_refused(fmt: KVFormat, deliver: Deliver) -> None:
+    (reason,) = refusals(fmt=fmt, deliver=deliver)
+    start, end = reason.split("; others are ")
+    nearest = start.removeprefix(f"vllm 0.33 has no {fmt.name} cache; the nearest it has is ")
+    assert {nearest, *end.split(", ")} == engines.VLLM.cache_dtype.keys()
+    assert nearest not in end
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("fp8_e5m2", "fp8_e4m3"),
+        ("int8", "int8_per_token_head"),
+        ("int6", "int8_per_token_head"),
+        ("int5", "int4_per_token_head"),
+        ("int4", "int4_per_token_head"),
+        ("int2", "int4_per_token_head"),
+        ("nvfp4", "int4_per_token_head"),
+    ],
+)
+def test_a_format_the_engine_does_not_have_is_answered_with_the_nearest(name: str, nearest: str) -> None:
+    (reason,) = refusals(fmt=formats.get(name))
+    assert f"has no {name} cache; the nearest it has is {nearest}; others" in reason
+
+
+def test_an_engine_of_one_format_has_no_others() -> None:
+    engine = replace(engines.VLLM, cache_dtype={"fp8_e4m3": "fp8"})
+    reasons = engine.refusals(arch.read(CONFIG), formats.INT4, None, "metadata")
+    assert reasons == ["vllm 0.33 has no int4 cache; the nearest it has is fp8_e4m3"]
 
 
 def test_a_granularity_the_engine_does_not_load_is_refused() -> None:
@@ -97,7 +121,7 @@ def test_all_reasons_are_listed_at_once() -> None:
     engine = replace(engines.VLLM, granularities=("per_tensor",))
     model = arch.read(CONFIG | {"head_dim": 40, "quantization_config": {"quant_method": "gptq"}})
     per_head = granularity.get("per_head")
-    assert [len(engine.refusals(model, f, per_head, "metadata")) for f in (FP8, UNKNOWN_FORMAT)] == [3, 3]
+    assert [len(engine.refusals(model, f, per_head, "metadata")) for f in (FP8, formats.INT4)] == [3, 3]
     few = arch.read(CONFIG | {"head_dim": 24, "quantization_config": {"quant_method": "gptq"}})
     for fmt in DYNAMIC:
         assert len(engine.refusals(few, fmt, per_head, "both")) == 4
@@ -154,6 +178,9 @@ def test_static_scales_never_reach_a_dynamic_format(deliver: Deliver, fmt: KVFor
 def test_ways_of_delivery_are_those_that_the_engine_reads() -> None:
     assert engines.VLLM.deliveries(FP8) == ("metadata", "fold", "both")
     assert all(engines.VLLM.deliveries(fmt) == ("fold",) for fmt in DYNAMIC)
+    assert all(engines.VLLM.deliveries(fmt) == ("metadata", "fold", "both") for fmt in LACKING)
+    unscaled = replace(engines.VLLM, cache_dtype={"int8": "int8"})
+    assert unscaled.deliveries(formats.INT8) == ("fold",)
     for deliver in ("fold", "both"):
         assert refusals("per_head" if deliver == "both" else None, FP8, deliver) == []
 

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from kvcal import evaluate, formats, scales
 from kvcal.cache import QuantizedCache
 from kvcal.data import TokenSet
+from kvcal.engines import VLLM
 from kvcal.errors import ModelError
 from kvcal.evaluate import Variant
 from kvcal.formats import FP8_E4M3, FP8_PER_TOKEN_HEAD, INT4_PER_TOKEN_HEAD, INT8_PER_TOKEN_HEAD, KVFormat
@@ -30,7 +31,8 @@ Rounding = Callable[[int, str, torch.Tensor], torch.Tensor]  # layer, side, K or
 
 DYNAMIC = [f for f in formats.FORMATS if f.dynamic]
 every_dynamic_format = pytest.mark.parametrize("fmt", DYNAMIC, ids=lambda f: f.name)
-every_format = pytest.mark.parametrize("fmt", formats.FORMATS, ids=lambda f: f.name)
+SERVED = [f for f in formats.FORMATS if f.name in VLLM.cache_dtype]
+every_format = pytest.mark.parametrize("fmt", SERVED, ids=lambda f: f.name)
 
 
 class RoundedCache(DynamicCache):

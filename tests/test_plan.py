@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvcal import arch, exactness, formats, plan
+from kvcal.engines import VLLM
 from kvcal.errors import PlanRefused
 from kvcal.recipe import Recipe
 
@@ -116,6 +117,15 @@ def test_static_granularity_of_a_dynamic_format_is_refused(name: str, granularit
         f"{name} is scaled per token and head by the engine, so --granularity {granularity} has no effect;"
         " leave it out"
     ]
+
+
+@pytest.mark.parametrize("name", [f.name for f in formats.FORMATS if f.name not in VLLM.cache_dtype])
+@pytest.mark.parametrize("granularity", [None, "per_head"])
+def test_a_format_without_an_engine_is_refused_for_that_and_nothing_else(
+    name: str, granularity: str | None
+) -> None:
+    (reason,) = refused({"format": name, "granularity": granularity})
+    assert f"has no {name} cache; the nearest it has is" in reason
 
 
 def test_static_granularity_of_scales_that_are_not_written_is_refused() -> None:

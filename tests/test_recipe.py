@@ -40,7 +40,8 @@ def test_all_faults_are_listed_at_once_with_path_value_and_fix() -> None:
     assert sorted(found) == sorted(
         [
             "format: found 'fp9'; unknown format 'fp9'; known: fp8_e4m3, int8_per_token_head,"
-            " fp8_per_token_head, int4_per_token_head, fp8",
+            " fp8_per_token_head, int4_per_token_head, fp8_e5m2, int8, int6, int5, int4, int3, int2, nvfp4,"
+            " mxfp4, fp8",
             "granularity: found 'per_heads'; unknown granularity 'per_heads'; known: per_tensor, per_head",
             "engine: found 'sglang'; unknown engine 'sglang'; known: vllm",
             "deliver: found 'folded'; should be 'metadata', 'fold' or 'both'",
@@ -190,7 +191,7 @@ def test_every_transform_is_one_whose_fold_is_known() -> None:
 
 def test_override_is_validated_and_blames_the_command_line() -> None:
     with pytest.raises(RecipeError) as caught:
-        Recipe().override({"calibration.samples": 0, "format": "int5"})
+        Recipe().override({"calibration.samples": 0, "format": "int7"})
     assert str(caught.value).startswith("command line: ")
     assert len(caught.value.faults) == 2
 

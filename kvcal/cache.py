@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcal import online
+from kvcal.capture import AttentionCall
 from kvcal.formats import KVFormat
 from kvcal.kernels import reference
 from kvcal.scales import Scales
@@ -30,9 +31,15 @@ class QuantizedCache:
     scales: Scales | None = None
     transforms: Transforms | None = None
 
+    needs_rotary = False
+
     def to(self, device: torch.device) -> QuantizedCache:
         """The same with its scales on another device."""
         return QuantizedCache(self.format, self.scales and self.scales.to(device), self.transforms)
+
+    def replace(self, call: AttentionCall, *, with_query: bool = False) -> Tensors:
+        """What the layer attends with in place of the Q, K and V of ``call``."""
+        return self.give_back(call.layer, call.query, call.key, call.value, with_query=with_query)
 
     def give_back(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, with_query: bool = False

@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from kvcal.errors import ModelError
+from kvcal.kernels import reference
 
 _names = (f"kvcal_{n}" for n in itertools.count())
 
@@ -29,6 +30,8 @@ class AttentionCall:
 
     ``query`` is ``(batch, heads, tokens, head_dim)``, ``key`` and ``value`` are
     ``(batch, kv_heads, tokens, head_dim)``. ``window`` counts visible keys, the query's own included.
+    ``rotary`` is what RoPE multiplied Q and K by, ``(cos, sin)``, each ``(1 or batch, tokens, rotary_dim)``;
+    None in a layer without positions, or if it was not asked for.
     """
 
     layer: int
@@ -38,21 +41,41 @@ class AttentionCall:
     scaling: float
     window: int | None
     softcap: float | None
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Versions:
+    """Several versions of each cached token, of which every query sees the one that it would find.
+
+    ``keys`` and ``values`` hold one tensor ``(batch, kv_heads, tokens, head_dim)`` per version; ``seen`` one
+    mask ``(tokens, tokens)`` bool each, which query meets which key in this version. The layer's own mask
+    still applies on top.
+    """
+
+    query: torch.Tensor
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    seen: tuple[torch.Tensor, ...]
+
+
 @contextmanager
-def intercept(model: Any, see: Callable[[AttentionCall], Tensors | None]) -> Iterator[None]:
+def intercept(
+    model: Any, see: Callable[[AttentionCall], Tensors | Versions | None], *, rotary: bool = False
+) -> Iterator[None]:
     """Call ``see`` for each attention layer of each forward pass inside the context.
 
-    ``see`` returns None to let the layer go on as it was, or ``(query, key, value)`` to put in place.
-    The model's own attention function then runs on them, so results without replacement are bit-identical.
+    ``see`` returns None to let the layer go on as it was, ``(query, key, value)`` to put in place, or
+    :class:`Versions`. The model's own attention function then runs on them, so results without replacement
+    are bit-identical. ``rotary`` also hands over RoPE's cosines and sines.
     """
     config = model.config
     own_name = config._attn_implementation
     name = next(_names)
+    rotations: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attend(
         module: torch.nn.Module,
@@ -71,19 +94,25 @@ def intercept(model: Any, see: Callable[[AttentionCall], Tensors | None]) -> Ite
                 scaling=kwargs["scaling"],
                 window=kwargs.get("sliding_window"),
                 softcap=kwargs.get("softcap"),
+                rotary=rotations.get(module),
             )
         )
-        if replaced is not None:
+        if isinstance(replaced, Versions):
+            query, key, value, attention_mask = _side_by_side(replaced, attention_mask, kwargs)
+        elif replaced is not None:
             query, key, value = replaced
         return _own_function(own_name, module)(module, query, key, value, attention_mask, **kwargs)
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[own_name])
+    hooks = _note_rotations(model, rotations) if rotary else []
     try:
         config._attn_implementation = name
         yield
     finally:
         config._attn_implementation = own_name
+        for hook in hooks:
+            hook.remove()
         del AttentionInterface._global_mapping[name]
         del AttentionMaskInterface._global_mapping[name]
 
@@ -97,3 +126,38 @@ def _own_function(name: str, module: torch.nn.Module) -> Callable[..., Any]:
     if own is None:
         raise ModelError(f"{type(module).__name__} defines no eager attention to capture from")
     return own  # type: ignore[no-any-return]
+
+
+def _side_by_side(
+    versions: Versions, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Every version as further keys, with a mask that leaves each query one of them."""
+    key = versions.keys[0]
+    tokens = key.shape[2]
+    if mask is None:  # the fast causal path, without padding
+        mask = reference.visible(tokens, tokens, kwargs.get("sliding_window"), key.device)[None, None]
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ModelError(
+            f"a mask of {mask.dtype} cannot be split by the age of keys; use sdpa or eager attention"
+        )
+    parts = []
+    for seen in versions.seen:
+        if mask.dtype == torch.bool:
+            parts.append(mask & seen)
+        else:
+            parts.append(mask.masked_fill(~seen, torch.finfo(mask.dtype).min))
+    return versions.query, torch.cat(versions.keys, 2), torch.cat(versions.values, 2), torch.cat(parts, -1)
+
+
+def _note_rotations(
+    model: Any, found: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]
+) -> list[torch.utils.hooks.RemovableHandle]:
+    """Keep the last ``position_embeddings`` that each attention module was called with."""
+
+    def note(module: torch.nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+        given = kwargs.get("position_embeddings")
+        if given is not None:
+            found[module] = given
+
+    attention = (m for m in model.modules() if hasattr(m, "layer_idx"))
+    return [module.register_forward_pre_hook(note, with_kwargs=True) for module in attention]

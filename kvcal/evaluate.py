@@ -7,11 +7,12 @@ included, so replacing K and V by what the cache would give back shows each row 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -51,6 +52,22 @@ class Evaluation:
     attention: Fidelity | None
 
 
+class Cache(Protocol):
+    """What stands between a layer and its attention.
+
+    ``needs_rotary``: ``replace`` wants RoPE's cosines and sines in its call.
+    """
+
+    @property
+    def needs_rotary(self) -> bool: ...
+
+    def to(self, device: torch.device) -> Cache: ...
+
+    def replace(
+        self, call: capture.AttentionCall, *, with_query: bool = False
+    ) -> capture.Tensors | capture.Versions: ...
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to run the model: over which cache, with Q rounded or not, and with which weights.
@@ -59,7 +76,7 @@ class Variant:
     and V as they are.
     """
 
-    cache: QuantizedCache | None
+    cache: Cache | None
     with_query: bool = False
     weights: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -118,18 +135,13 @@ def fidelities(
     return {name: tally.fidelity() for name, tally in tallies.items()}
 
 
-def through(
-    model: Any, cache: QuantizedCache | None, *, with_query: bool = False
-) -> AbstractContextManager[None]:
+def through(model: Any, cache: Cache | None, *, with_query: bool = False) -> AbstractContextManager[None]:
     """Context in which every layer attends to K and V as the quantized cache gives them back."""
     if cache is None:
         return nullcontext()
     held = cache.to(model.device)
-
-    def replace(call: capture.AttentionCall) -> capture.Tensors:
-        return held.give_back(call.layer, call.query, call.key, call.value, with_query=with_query)
-
-    return capture.intercept(model, replace)
+    replace = functools.partial(held.replace, with_query=with_query)
+    return capture.intercept(model, replace, rotary=held.needs_rotary)
 
 
 class _Tally:

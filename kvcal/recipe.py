@@ -28,11 +28,13 @@ _Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 _NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """A mapping of a YAML file: frozen, and strict about names and types."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class ScaleRule(_Section):
+class ScaleRule(Section):
     """How an absolute maximum becomes a scale.
 
     ``amax``: ``headroom * amax / max``. ``power_of_two``: the same rounded up to a power of two, so that
@@ -45,7 +47,7 @@ class ScaleRule(_Section):
     headroom: Annotated[float, Field(ge=1.0, le=16.0)] = 1.25
 
 
-class Text(_Section):
+class Text(Section):
     """Where text comes from and how much of it is used.
 
     ``dataset`` is ``builtin``, a local .jsonl, .parquet or .txt file, or a hub id or dataset folder
@@ -86,7 +88,7 @@ Transform = Literal[
 ]
 
 
-class Folds(_Section):
+class Folds(Section):
     """What is tried where a calibration is delivered through the weights.
 
     ``transforms`` are tried in this order, one on top of the other; each is kept if it lowers the KL of the
@@ -101,7 +103,7 @@ class Folds(_Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
 
-class Weights(_Section):
+class Weights(Section):
     """Quantization of the weights by llm-compressor, after the folds and before the KV statistics.
 
     ``FP8_DYNAMIC``: weights per channel, activations per token as they come; needs no data. ``W4A16``:
@@ -111,7 +113,7 @@ class Weights(_Section):
     scheme: Literal["FP8_DYNAMIC", "W4A16"]
 
 
-class Gates(_Section):
+class Gates(Section):
     """Limits on what was measured; a value beyond one of them fails the run."""
 
     kl_mean: _NonNegative | None = None
@@ -121,7 +123,7 @@ class Gates(_Section):
     attention_error: _NonNegative | None = None
 
 
-class Recipe(_Section):
+class Recipe(Section):
     """One calibration, whole.
 
     ``deliver``: ``metadata`` writes static scales beside the weights, ``fold`` puts the calibration into the
@@ -145,17 +147,17 @@ class Recipe(_Section):
     @field_validator("format")
     @classmethod
     def _known_format(cls, value: str) -> str:
-        return _known(lambda: formats.get(value).name)
+        return known(lambda: formats.get(value).name)
 
     @field_validator("granularity")
     @classmethod
     def _known_granularity(cls, value: str | None) -> str | None:
-        return None if value is None else _known(lambda: granularity.get(value).name)
+        return None if value is None else known(lambda: granularity.get(value).name)
 
     @field_validator("engine")
     @classmethod
     def _known_engine(cls, value: str) -> str:
-        return _known(lambda: engines.get(value).name)
+        return known(lambda: engines.get(value).name)
 
     def override(self, changes: Mapping[str, Any]) -> Recipe:
         """A copy with dotted fields replaced, validated again: ``{"calibration.samples": 16}``."""
@@ -173,7 +175,8 @@ class Recipe(_Section):
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
 
-def _known(look_up: Any) -> str:
+def known(look_up: Any) -> str:
+    """The canonical name that a lookup gives, or its refusal as a fault of the field."""
     try:
         return str(look_up())
     except UsageError as error:
@@ -191,7 +194,7 @@ def parse(tree: Any, source: str) -> Recipe:
     try:
         return Recipe.model_validate(dict(tree))
     except ValidationError as error:
-        raise RecipeError(source, [_describe(f) for f in error.errors()]) from None
+        raise RecipeError(source, [describe(f, Recipe) for f in error.errors()]) from None
     except RecursionError:
         raise RecipeError(source, ["nested too deeply to be a recipe"]) from None
 
@@ -205,21 +208,29 @@ def load(name: str) -> Recipe:
             raise UsageError(
                 f"no recipe named {name!r}; kvcal ships {', '.join(shipped())}; or give the path of a file"
             )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise RecipeError(name, [f"cannot be read: {error}"]) from None
-    return parse_text(text, source=str(path))
+    return parse(read_yaml(path), source=str(path))
 
 
 def parse_text(text: str, source: str) -> Recipe:
     """Validate a recipe given as YAML text."""
+    return parse(_yaml(text, source), source)
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds; a field that is given twice is refused."""
     try:
-        tree = yaml.load(text, Loader=_Loader)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise RecipeError(str(path), [f"cannot be read: {error}"]) from None
+    return _yaml(text, str(path))
+
+
+def _yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
     except Exception as error:  # PyYAML raises whatever its constructors raise
         message = " ".join(str(error).split()) or type(error).__name__
         raise RecipeError(source, [f"not YAML: {message}"]) from None
-    return parse(tree, source)
 
 
 class _Loader(yaml.SafeLoader):
@@ -248,12 +259,13 @@ def shipped() -> list[str]:
     return sorted(p.stem for p in shipped_folder().glob("*.yaml"))
 
 
-def _describe(fault: Any) -> str:
-    path = ".".join(str(part) for part in fault["loc"]) or "recipe"
+def describe(fault: Any, root: type[Section]) -> str:
+    """One line for a fault that pydantic found in a file of this kind."""
+    path = ".".join(str(part) for part in fault["loc"]) or root.__name__.lower()
     if fault["type"] == "extra_forbidden":
-        known = _fields_beside(fault["loc"])
-        close = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        known_here = _fields_beside(root, fault["loc"])
+        close = difflib.get_close_matches(str(fault["loc"][-1]), known_here, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known_here)}"
         return f"{path}: unknown field; {hint}"
     found = fault["input"]
     message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
@@ -265,8 +277,8 @@ def _describe(fault: Any) -> str:
     return f"{path}: found {shown if len(shown) <= 60 else shown[:57] + '...'}; {message}"
 
 
-def _fields_beside(location: tuple[Any, ...]) -> list[str]:
-    model: Any = Recipe
+def _fields_beside(root: type[Section], location: tuple[Any, ...]) -> list[str]:
+    model: Any = root
     for part in location[:-1]:
         annotation = model.model_fields[str(part)].annotation
         # A section that may be left out is a union with None.

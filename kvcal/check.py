@@ -124,9 +124,10 @@ def _scheme(checkpoint: Checkpoint) -> dict[str, Any]:
     return scheme if isinstance(scheme, dict) else {}
 
 
-def _granularity(checkpoint: Checkpoint) -> Granularity | None:
+def _granularity(checkpoint: Checkpoint, engine: EngineSpec) -> Granularity | None:
     strategy = _scheme(checkpoint).get("strategy")
-    matches = [g for g in granularity.GRANULARITIES if g.compressed_tensors_strategy == strategy]
+    loaded = [granularity.get(name) for name in engine.granularities]
+    matches = [g for g in loaded if g.compressed_tensors_strategy == strategy]
     return matches[0] if matches else None
 
 
@@ -143,7 +144,7 @@ def _config(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
     if not isinstance(scheme, dict):
         yield "quantization_config has no kv_cache_scheme; vLLM then serves scale 1.0"
         return
-    known = [g.compressed_tensors_strategy for g in granularity.GRANULARITIES]
+    known = [granularity.get(name).compressed_tensors_strategy for name in engine.granularities]
     allowed: dict[str, list[Any]] = {
         "type": ["float"],
         "num_bits": [8],
@@ -158,7 +159,7 @@ def _config(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
 
 
 def _consumed(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
-    gran = _granularity(checkpoint)
+    gran = _granularity(checkpoint, engine)
     if gran is not None:
         yield from engine.refusals(checkpoint.model, formats.FP8_E4M3, gran, "metadata")
 
@@ -240,11 +241,11 @@ def _known_names(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
 
 
 def _shapes(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
-    gran = _granularity(checkpoint)
+    gran = _granularity(checkpoint, engine)
     if gran is None:
         return
     for layer, side, name, scale in _scales(checkpoint, engine):
-        wanted = torch.Size(gran.scale_shape(layer.heads_of(side)))
+        wanted = torch.Size(gran.scale_shape(layer.heads_of(side), layer.head_dim))
         if scale.dtype != torch.float32:
             yield f"{name} is {scale.dtype}, must be torch.float32"
         if scale.shape != wanted:

@@ -81,8 +81,9 @@ class EngineSpec:
                 " only --deliver fold reaches it, through the weights"
             )
         if granularity is not None and granularity.name not in self.granularities:
+            why = "" if granularity.static else " from a checkpoint, since they come with the tokens"
             reasons.append(
-                f"{self.name} {self.version} takes no {granularity.name} scales;"
+                f"{self.name} {self.version} takes no {granularity.name} scales{why};"
                 f" use {' or '.join(self.granularities)}"
             )
         reasons += self._about_weights(model, deliver)

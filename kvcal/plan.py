@@ -65,7 +65,9 @@ class Plan:
         if self.granularity is None:
             return 0
         shapes = (
-            self.granularity.scale_shape(layer.heads_of(side)) for layer in self.layers for side in SIDES
+            self.granularity.scale_shape(layer.heads_of(side), layer.head_dim)
+            for layer in self.layers
+            for side in SIDES
         )
         return 4 * sum(math.prod(shape) for shape in shapes)
 

@@ -177,6 +177,21 @@ FAILURES: dict[str, tuple[int, str, str]] = {
         "plan --model {planted_folder} --format int8_per_token_head --deliver metadata",
         "only --deliver fold reaches it",
     ),
+    "format that the engine does not have": (
+        3,
+        "plan --model {llama_folder} --format int4",
+        "the nearest it has is int4_per_token_head",
+    ),
+    "granularity that the engine does not load": (
+        3,
+        "plan --model {llama_folder} --granularity per_channel",
+        "takes no per_channel scales; use per_tensor or per_head",
+    ),
+    "group without a size": (
+        2,
+        "plan --model {llama_folder} --granularity per_group",
+        "per_group needs the size of a group",
+    ),
     "granularity of a format that the engine scales": (
         3,
         "calibrate --model {planted_folder} --format int8_per_token_head --granularity per_head",

@@ -46,13 +46,13 @@ def sized(first: int, second: int) -> ModelSpec:
     return replace(model, layers=tuple(replace(layer, head_dim=size) for layer, size in sizes))
 
 
-@pytest.mark.parametrize("gran", granularity.names())
+@pytest.mark.parametrize("gran", engines.VLLM.granularities)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
 def test_head_sizes_of_the_kernels_are_taken(head_dim: int, gran: str) -> None:
     assert refusals(gran, head_dim=head_dim) == []
 
 
-@pytest.mark.parametrize("gran", granularity.names())
+@pytest.mark.parametrize("gran", engines.VLLM.granularities)
 @pytest.mark.parametrize("head_dim", [24, 40])
 def test_head_size_that_is_no_multiple_of_16_is_refused(head_dim: int, gran: str) -> None:
     (reason,) = refusals(gran, head_dim=head_dim)
@@ -115,6 +115,18 @@ def test_a_granularity_the_engine_does_not_load_is_refused() -> None:
     engine = replace(engines.VLLM, granularities=("per_tensor",))
     reasons = engine.refusals(arch.read(CONFIG), FP8, granularity.get("per_head"), "metadata")
     assert reasons == ["vllm 0.33 takes no per_head scales; use per_tensor"]
+
+
+@pytest.mark.parametrize(
+    ("name", "scales"),
+    [
+        ("per_channel", "per_channel scales"),
+        ("per_token", "per_token scales from a checkpoint, since they come with the tokens"),
+        ("per_token_head", "per_token_head scales from a checkpoint, since they come with the tokens"),
+    ],
+)
+def test_granularities_of_no_engine_are_refused(name: str, scales: str) -> None:
+    assert refusals(name) == [f"vllm 0.33 takes no {scales}; use per_tensor or per_head"]
 
 
 def test_all_reasons_are_listed_at_once() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvcal import arch, exactness, formats, plan
+from kvcal import arch, exactness, formats, granularity, plan
 from kvcal.engines import VLLM
 from kvcal.errors import PlanRefused
 from kvcal.recipe import Recipe
@@ -111,8 +111,8 @@ def refused(changes: dict[str, Any], **fields: Any) -> list[str]:
 
 
 @every_dynamic_format
-@pytest.mark.parametrize("granularity", ["per_tensor", "per_head"])
-def test_static_granularity_of_a_dynamic_format_is_refused(name: str, granularity: str) -> None:
+@pytest.mark.parametrize("granularity", granularity.names())
+def test_granularity_of_a_dynamic_format_is_refused(name: str, granularity: str) -> None:
     assert refused({"format": name, "granularity": granularity}) == [
         f"{name} is scaled per token and head by the engine, so --granularity {granularity} has no effect;"
         " leave it out"
@@ -126,6 +126,13 @@ def test_a_format_without_an_engine_is_refused_for_that_and_nothing_else(
 ) -> None:
     (reason,) = refused({"format": name, "granularity": granularity})
     assert f"has no {name} cache; the nearest it has is" in reason
+
+
+@pytest.mark.parametrize("name", [n for n in granularity.names() if n not in VLLM.granularities])
+def test_a_granularity_that_the_engine_does_not_load_is_refused(name: str) -> None:
+    (reason,) = refused({"granularity": name})
+    assert reason.startswith(f"vllm 0.33 takes no {name} scales")
+    assert reason.endswith("; use per_tensor or per_head")
 
 
 def test_static_granularity_of_scales_that_are_not_written_is_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcal import exactness, formats, recipe, weights
+from kvcal import exactness, formats, granularity, recipe, weights
 from kvcal.errors import RecipeError, UsageError
 from kvcal.recipe import Recipe
 
@@ -42,7 +42,8 @@ def test_all_faults_are_listed_at_once_with_path_value_and_fix() -> None:
             "format: found 'fp9'; unknown format 'fp9'; known: fp8_e4m3, int8_per_token_head,"
             " fp8_per_token_head, int4_per_token_head, fp8_e5m2, int8, int6, int5, int4, int3, int2, nvfp4,"
             " mxfp4, fp8",
-            "granularity: found 'per_heads'; unknown granularity 'per_heads'; known: per_tensor, per_head",
+            "granularity: found 'per_heads'; unknown granularity 'per_heads'; known: per_tensor, per_head,"
+            " per_channel, per_token, per_token_head",
             "engine: found 'sglang'; unknown engine 'sglang'; known: vllm",
             "deliver: found 'folded'; should be 'metadata', 'fold' or 'both'",
             "folds.transforms.1: found 'key_scala'; should be 'key_scale', 'key_turn', 'key_offset',"
@@ -223,7 +224,7 @@ recipes = st.builds(
     dict,
     description=st.text(max_size=30),
     format=st.sampled_from(formats.names()),
-    granularity=st.sampled_from([None, "per_tensor", "per_head"]),
+    granularity=st.sampled_from([None, *granularity.names()]),
     deliver=st.sampled_from([None, "metadata", "fold", "both"]),
     folds=st.builds(
         dict,

@@ -106,6 +106,8 @@ def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
             else ("with --deliver fold the engine scales by 1.0")
         )
         reasons.append(f"{what}, so --granularity {recipe.granularity} has no effect; leave it out")
+    if recipe.schemes:
+        reasons.append("the recipe names schemes to compare; use kvcal compare --recipe")
     reasons += _about_transforms(recipe, model, engine, deliver)
     if model.max_context < MIN_TOKENS:
         reasons.append(
@@ -114,6 +116,22 @@ def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
         )
     if reasons:
         raise PlanRefused(reasons)
+    lengths, notices = sample_lengths(recipe, model)
+    return Plan(
+        recipe=recipe,
+        model=model,
+        engine=engine,
+        format=fmt,
+        deliver=deliver,
+        granularity=gran,
+        seq_len=lengths["calibration"],
+        evaluation_seq_len=lengths["evaluation"],
+        notices=notices,
+    )
+
+
+def sample_lengths(recipe: Recipe, model: ModelSpec) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Tokens per sample for ``calibration`` and ``evaluation``, and what the user should know about them."""
     notices: list[str] = []
     lengths = {}
     for name, wanted in (
@@ -125,17 +143,7 @@ def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
             notices.append(
                 f"{name}: samples are cut from {wanted} to {model.max_context} tokens, the model's context"
             )
-    return Plan(
-        recipe=recipe,
-        model=model,
-        engine=engine,
-        format=fmt,
-        deliver=deliver,
-        granularity=gran,
-        seq_len=lengths["calibration"],
-        evaluation_seq_len=lengths["evaluation"],
-        notices=tuple(notices),
-    )
+    return lengths, tuple(notices)
 
 
 def _about_transforms(recipe: Recipe, model: ModelSpec, engine: EngineSpec, deliver: Deliver) -> list[str]:

@@ -129,10 +129,11 @@ class Recipe(Section):
     ``deliver``: ``metadata`` writes static scales beside the weights, ``fold`` puts the calibration into the
     weights and leaves the engine's own scaling alone, ``both`` adds scales for the folded weights. By default
     what the engine loads for this format. ``granularity`` is that of static scales, ``per_tensor`` by
-    default.
+    default. ``schemes`` are for ``kvcal compare``: names or files, each held against the gates.
     """
 
     description: str = ""
+    schemes: list[Annotated[str, Field(min_length=1)]] = []
     format: str = formats.FP8_E4M3.name
     granularity: str | None = None
     engine: str = "vllm"

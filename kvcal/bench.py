@@ -16,7 +16,7 @@ from kvcal.data import TokenSet
 from kvcal.evaluate import Variant
 from kvcal.plan import Plan
 from kvcal.recipe import ScaleRule
-from kvcal.statistics import Statistics
+from kvcal.statistics import Collect, Statistics
 from kvcal.transforms import key_hadamard, key_offset, key_scale, key_turn, value_map
 from kvcal.transforms.proof import FoldedWeights
 from kvcal.transforms.record import Transforms
@@ -75,17 +75,17 @@ RULES: tuple[ScaleRule | None, ...] = (
 
 @torch.inference_mode()
 def capture_overhead(
-    model: Any, plan: Plan, tokens: TokenSet, pairs: int, on_tokens: Callable[[int], None]
+    model: Any, plan: Plan, tokens: TokenSet, pairs: int, on_tokens: Callable[[float], None]
 ) -> list[Overhead]:
-    """Plain forward pass against extremes-only and full collection, alternating which goes first."""
+    """Plain forward pass against each depth of collection, alternating which goes first."""
     device = model.device
 
     def plain() -> None:
         for batch in tokens.batches(plan.recipe.calibration.batch_size):
             model.base_model(**batch.inputs(device), use_cache=False)
 
-    def collect(extremes_only: bool) -> Callable[[], object]:
-        return lambda: calibrate.calibrate(model, plan, tokens, extremes_only=extremes_only)
+    def collect(depth: Collect) -> Callable[[], object]:
+        return lambda: calibrate.calibrate(model, plan, tokens, collect=depth)
 
     def seconds(run: Callable[[], object]) -> float:
         if device.type == "cuda":
@@ -98,7 +98,11 @@ def capture_overhead(
         return time.perf_counter() - start
 
     rows = []
-    for mode, run in (("extremes only", collect(True)), ("full statistics", collect(False))):
+    for mode, run in {
+        "extremes only": collect("extremes"),
+        "sums and counts": collect("summary"),
+        "histograms and second moments": collect("distribution"),
+    }.items():
         plain()
         run()
         ratios = []
@@ -117,7 +121,7 @@ def folds(
     model: Any,
     plan: Plan,
     tokens: TokenSet,
-    on_tokens: Callable[[int], None],
+    on_tokens: Callable[[float], None],
     notice: Callable[[str], None] = lambda _: None,
 ) -> list[FoldRow]:
     """Fidelity of every transform alone, those that can only be done online included.
@@ -171,7 +175,7 @@ def _foldable(model: Any, plan: Plan, statistics: Statistics, shaping: TokenSet)
     return {name: option for name, option in found.items() if option.layers}
 
 
-def scale_rules(model: Any, plan: Plan, tokens: TokenSet, on_tokens: Callable[[int], None]) -> list[RuleRow]:
+def scale_rules(model: Any, plan: Plan, tokens: TokenSet, on_tokens: Callable[[float], None]) -> list[RuleRow]:
     """Fidelity of each rule: one half of the calibration text sets scales, the other half judges them.
 
     The evaluation text is not touched: a default must not be chosen on it.

@@ -1,7 +1,8 @@
 """Streaming, mergeable statistics of K, V and Q: memory does not grow with the number of tokens.
 
 One :class:`SideStatistics` holds what is known of one side of one layer, per head and channel. Extremes
-are exact; sums are float64. Padding is left out by the caller's mask.
+are exact; sums are float64, second moments summed in float32 within a batch. Padding is left out by the
+caller's mask.
 """
 
 from __future__ import annotations
@@ -12,16 +13,24 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from kvcal import histogram
 from kvcal.errors import StatisticsError
 from kvcal.formats import KVFormat
 from kvcal.recipe import SIDES, Side
 
 _FILE_VERSION = "1"
+
+# What is gathered: extremes alone; sums and counts as well; histograms and second moments as well.
+Collect = Literal["extremes", "summary", "distribution"]
+
+# How two values of a field become that of both; by default they are added.
+_MERGED = {"minimum": torch.minimum, "maximum": torch.maximum}
 
 
 @dataclass
@@ -36,6 +45,15 @@ class SideStatistics:
         squares: sum of x², ``(heads, head_dim)`` float64.
         saturated: elements beyond the format's maximum at scale 1.0, ``(heads,)`` int64.
         zeroed: non-zero elements that would be stored as 0 at scale 1.0, ``(heads,)`` int64.
+        histogram: counts in the bins of :mod:`kvcal.histogram`, ``(heads, head_dim, bins)`` int32 for K and
+            V, ``(heads, 1, bins)`` int64 for Q. This and what follows is None unless distributions were
+            collected.
+        moments: sum of x xᵀ, ``(kv_heads, head_dim, head_dim)`` float64; Q's are pooled over the query
+            heads that read one KV head.
+        weighted_moments: of V only, sum of w v vᵀ in the shape of ``moments``, where a token's weight is the
+            attention that it gets, ``w_t = Σ p²`` over queries and the query heads of the KV head: what an
+            error of that token costs in the output (if errors of tokens are independent).
+        weight: of V only, sum of w, ``(kv_heads,)`` float64.
     """
 
     tokens: torch.Tensor
@@ -45,6 +63,10 @@ class SideStatistics:
     squares: torch.Tensor
     saturated: torch.Tensor
     zeroed: torch.Tensor
+    histogram: torch.Tensor | None = None
+    moments: torch.Tensor | None = None
+    weighted_moments: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
 
     @property
     def amax(self) -> torch.Tensor:
@@ -57,19 +79,22 @@ class SideStatistics:
         return (self.squares.mean(-1) / int(self.tokens)).sqrt()
 
     def merge(self, other: SideStatistics) -> SideStatistics:
-        """Statistics of both sets of tokens together; associative and commutative, extremes exactly."""
+        """Statistics of both sets of tokens together; associative and commutative, extremes exactly.
+
+        Raises:
+            StatisticsError: only one of them holds distributions.
+        """
+        mine, theirs = self.tensors(), other.tensors()
+        if mine.keys() != theirs.keys():
+            raise StatisticsError("statistics with and without distributions cannot be merged")
         return SideStatistics(
-            tokens=self.tokens + other.tokens,
-            minimum=torch.minimum(self.minimum, other.minimum),
-            maximum=torch.maximum(self.maximum, other.maximum),
-            total=self.total + other.total,
-            squares=self.squares + other.squares,
-            saturated=self.saturated + other.saturated,
-            zeroed=self.zeroed + other.zeroed,
+            **{name: _MERGED.get(name, torch.add)(mine[name], theirs[name]) for name in mine}
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        """Every field that was collected."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: tensor for name, tensor in fields.items() if tensor is not None}
 
 
 @dataclass
@@ -133,14 +158,19 @@ class Statistics:
 class Collector:
     """Gathers statistics batch by batch.
 
-    All layers live in a few flat tensors: extremes cost one reduction per tensor seen and one merge per
+    All layers live in a few flat tensors: extremes cost two reductions per tensor seen and one merge per
     batch, where a merge per layer and side would cost as many kernel launches as the layer itself.
     """
 
     def __init__(
-        self, shapes: Mapping[tuple[int, Side], tuple[int, int]], fmt: KVFormat | None, device: torch.device
+        self,
+        shapes: Mapping[tuple[int, Side], tuple[int, int]],
+        collect: Collect,
+        fmt: KVFormat,
+        device: torch.device,
     ):
-        """``shapes`` maps layer and side to ``(heads, head_dim)``; without ``fmt`` only extremes are kept."""
+        """``shapes`` maps layer and side to ``(heads, head_dim)``; counts are those of ``fmt``."""
+        self._collect = collect
         self._fmt = fmt
         self._shapes = dict(shapes)
         self._channels = _slices({key: heads * head_dim for key, (heads, head_dim) in shapes.items()})
@@ -155,6 +185,11 @@ class Collector:
         self._zeroed = torch.zeros(heads, dtype=torch.int64, device=device)
         self._tokens = dict.fromkeys(shapes, 0)
         self._batch: dict[tuple[int, Side], tuple[torch.Tensor, torch.Tensor]] = {}
+        # Further fields of SideStatistics by layer and side.
+        self._distributions: dict[tuple[int, Side], dict[str, torch.Tensor]] = {}
+        if collect == "distribution":
+            for layer, side in shapes:
+                self._distributions[layer, side] = self._no_distribution(layer, side, device)
 
     def see(self, layer: int, side: Side, x: torch.Tensor, keep: torch.Tensor | None) -> None:
         """Take in one tensor of the current batch.
@@ -165,16 +200,17 @@ class Collector:
             x: ``(batch, heads, tokens, head_dim)``, any float dtype.
             keep: ``(batch, tokens)`` bool, False on padding; None where nothing is padded.
         """
-        if keep is not None:
-            # (kept, heads, head_dim) -> (1, heads, kept, head_dim)
-            x = x.transpose(1, 2)[keep].transpose(0, 1).unsqueeze(0)
-        tokens = x.shape[0] * x.shape[2]
-        if tokens == 0:
+        rows = x.transpose(1, 2)  # (batch, tokens, heads, head_dim)
+        rows = rows.flatten(0, 1) if keep is None else rows[keep]
+        if rows.shape[0] == 0:
             return
+        if keep is not None:
+            x = rows.transpose(0, 1).unsqueeze(0)  # (1, heads, kept, head_dim)
         key = (layer, side)
-        self._tokens[key] += tokens
-        self._batch[key] = torch.aminmax(x, dim=2)  # (batch, heads, head_dim) each
-        if self._fmt is None:
+        self._tokens[key] += rows.shape[0]
+        # (batch, heads, head_dim) each; aminmax, which reads once, takes ten times as long on a CPU
+        self._batch[key] = x.amin(2), x.amax(2)
+        if self._collect == "extremes":
             return
         channels, heads = self._channels[key], self._heads[key]
         self._total[channels] += x.sum((0, 2), dtype=torch.float64).flatten()
@@ -182,6 +218,22 @@ class Collector:
         magnitude = x.abs()
         self._saturated[heads] += (magnitude > self._fmt.max).sum((0, 2, 3))
         self._zeroed[heads] += ((magnitude <= self._fmt.rounds_to_zero) & (magnitude > 0)).sum((0, 2, 3))
+        if self._collect == "distribution":
+            found = self._distributions[key]
+            histogram.count(rows, found["histogram"])
+            found["moments"] += _second_moments(rows, len(found["moments"]))
+
+    def see_weighted(self, layer: int, v: torch.Tensor, weight: torch.Tensor) -> None:
+        """Take in V of some tokens, none of them padding, with the weight of each.
+
+        Args:
+            layer: index of the layer.
+            v: ``(kv_heads, tokens, head_dim)``, any float dtype.
+            weight: ``(kv_heads, tokens)`` float32, not negative.
+        """
+        found, wide = self._distributions[layer, "v"], v.float()
+        found["weighted_moments"] += (wide * weight.unsqueeze(-1)).mT @ wide
+        found["weight"] += weight.sum(-1, dtype=torch.float64)
 
     def end_batch(self) -> None:
         """Merge the extremes of the tensors seen since the last call."""
@@ -215,8 +267,24 @@ class Collector:
                 squares=squares[channels].view(shape),
                 saturated=saturated[heads],
                 zeroed=zeroed[heads],
+                **{name: tensor.cpu() for name, tensor in self._distributions.get(key, {}).items()},
             )
         return Statistics(layers)
+
+    def _no_distribution(self, layer: int, side: Side, device: torch.device) -> dict[str, torch.Tensor]:
+        heads, head_dim = self._shapes[layer, side]
+        kv_heads = self._shapes[layer, "k"][0]
+        # A head of Q counts tokens times channels, which int32 might not hold.
+        channels, dtype = (1, torch.int64) if side == "q" else (head_dim, torch.int32)
+        moments = torch.zeros(kv_heads, head_dim, head_dim, dtype=torch.float64, device=device)
+        found = {
+            "histogram": torch.zeros(heads, channels, histogram.BINS, dtype=dtype, device=device),
+            "moments": moments,
+        }
+        if side == "v":
+            found["weighted_moments"] = moments.clone()
+            found["weight"] = moments.new_zeros(kv_heads)
+        return found
 
 
 def floored(moments: torch.Tensor) -> torch.Tensor:
@@ -226,6 +294,13 @@ def floored(moments: torch.Tensor) -> torch.Tensor:
     """
     largest = float(moments.max())
     return moments.clamp(min=1e-6 * largest) if largest > 0 else torch.ones_like(moments)
+
+
+def _second_moments(rows: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Sum of x xᵀ over ``(n, heads, head_dim)``, ``(kv_heads, head_dim, head_dim)`` float32."""
+    wide = rows.float().transpose(0, 1)
+    each = wide.mT @ wide
+    return each.view(kv_heads, -1, *each.shape[1:]).sum(1)
 
 
 def _slices(lengths: Mapping[tuple[int, Side], int]) -> dict[tuple[int, Side], slice]:

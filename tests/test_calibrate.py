@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcal import arch, calibrate, plan, recipe, scales
+from kvcal import arch, calibrate, capture, plan, recipe, scales
 from kvcal.data import Batch, TokenSet
 from kvcal.errors import ModelError, StatisticsError
 from kvcal.recipe import SIDES
@@ -94,10 +94,80 @@ def test_extremes_only_gives_the_same_scales() -> None:
     model, tokens = tiny.build_model(), token_set(MIXED)
     resolved = plan_for(model, granularity="per_head")
     full = calibrate.calibrate(model, resolved, tokens)
-    lean = calibrate.calibrate(model, resolved, tokens, extremes_only=True)
+    lean = calibrate.calibrate(model, resolved, tokens, collect="extremes")
     assert torch.equal(amaxes(full), amaxes(lean))
     before, after = (scales.compute(s, resolved).layers for s in (full, lean))
     assert all(torch.equal(before[i][side], after[i][side]) for i in before for side in SIDES)
+
+
+def distribution(model: Any, tokens: TokenSet, batch_size: int = 1) -> Statistics:
+    resolved = plan_for(model, calibration={"batch_size": batch_size})
+    return calibrate.calibrate(model, resolved, tokens, collect="distribution")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "granite"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_distributions_do_not_depend_on_batches(
+    family: str, side: Literal["left", "right"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = tiny.build_model(family), token_set([*MIXED, 140])
+    alone = distribution(model, tokens)
+    plain = TokenSet.batches
+    monkeypatch.setattr(TokenSet, "batches", lambda self, batch_size: plain(self, batch_size, side))
+    together = distribution(model, tokens, 3)
+    shuffled = distribution(model, TokenSet(tuple(reversed(tokens.samples))), 4)
+    for index, sides in alone.layers.items():
+        for name in SIDES:
+            for field, value in sides[name].tensors().items():
+                for other in (together, shuffled):
+                    found = other.layers[index][name].tensors()[field]
+                    if field == "histogram":  # rounding may carry a value into the next bin
+                        assert int((found - value).abs().sum()) < 1e-3 * int(value.sum())
+                    else:
+                        torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_attention_weights_are_those_of_eager_attention(family: str) -> None:
+    """Σ p² from the probabilities that transformers gives out; windows and softcaps included."""
+    model, sample = tiny.build_model(family), token_set([50]).samples[0]
+    model.set_attn_implementation("eager")
+    found: dict[int, torch.Tensor] = {}
+
+    def see(call: capture.AttentionCall) -> None:
+        found[call.layer] = calibrate.attention_weights(call, 0, slice(0, 50))
+
+    with torch.inference_mode(), capture.intercept(model, see):
+        probabilities = model(torch.tensor([sample]), output_attentions=True).attentions
+    for index, each in enumerate(probabilities):
+        exact = each[0].view(2, 3, 50, 50).double().square().sum((1, 2))
+        torch.testing.assert_close(found[index].double(), exact, rtol=1e-4, atol=1e-6)
+
+
+def call_of(tokens: int) -> capture.AttentionCall:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, tokens, 8, generator=generator) for heads in (4, 2, 2))
+    return capture.AttentionCall(0, q, k, v, scaling=8**-0.5, window=None, softcap=None)
+
+
+def test_few_queries_stand_for_all_of_a_long_sample() -> None:
+    call = call_of(1024)
+    found = calibrate.attention_weights(call, 0, slice(0, 1024)).double()
+    hidden = torch.ones(1024, 1024, dtype=torch.bool).triu(1)
+    logits = call.query.view(2, 2, 1024, 8) @ call.key[0].unsqueeze(1).mT * call.scaling
+    exact = logits.masked_fill(hidden, -torch.inf).double().softmax(-1).square().sum((1, 2))
+    late = slice(64, 960)  # the first tokens are read by few queries, of which none may be chosen
+    torch.testing.assert_close(found[:, late].sum(-1), exact[:, late].sum(-1), rtol=0.1, atol=0)
+
+
+def test_attention_weights_look_at_no_padding() -> None:
+    call = call_of(40)
+    q, k, v = (torch.full((1, x.shape[1], 60, 8), torch.nan) for x in (call.query, call.key, call.value))
+    for padded, x in ((q, call.query), (k, call.key), (v, call.value)):
+        padded[:, :, 15:55] = x
+    padded_call = capture.AttentionCall(0, q, k, v, call.scaling, None, None)
+    weights = calibrate.attention_weights(padded_call, 0, slice(15, 55))
+    assert torch.equal(weights, calibrate.attention_weights(call, 0, slice(0, 40)))
 
 
 @pytest.mark.parametrize("weight", ["q_proj", "k_proj", "v_proj"])

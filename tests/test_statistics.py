@@ -9,17 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcal import histogram
 from kvcal.errors import StatisticsError
 from kvcal.formats import FP8_E4M3
 from kvcal.recipe import SIDES
-from kvcal.statistics import Collector, SideStatistics, Statistics
+from kvcal.statistics import Collect, Collector, SideStatistics, Statistics
 
 CPU = torch.device("cpu")
 
 
 def gather(batches: list[tuple[torch.Tensor, torch.Tensor | None]]) -> SideStatistics:
     heads, head_dim = batches[0][0].shape[1], batches[0][0].shape[3]
-    collector = Collector({(0, "k"): (heads, head_dim), (1, "k"): (2, 3)}, FP8_E4M3, CPU)
+    collector = Collector({(0, "k"): (heads, head_dim), (1, "k"): (2, 3)}, "summary", FP8_E4M3, CPU)
     for x, keep in batches:
         collector.see(0, "k", x, keep)
         collector.end_batch()
@@ -91,6 +92,120 @@ def test_memory_does_not_grow_with_tokens() -> None:
 def test_16_bit_inputs_keep_exact_extremes(dtype: torch.dtype) -> None:
     x = (torch.randn(2, 3, 11, 6) * 5).to(dtype)
     assert_describes(gather([(x, None)]), x.transpose(1, 2).flatten(0, 1))
+
+
+SHAPES = {(0, side): (6 if side == "q" else 2, 5) for side in SIDES}
+
+
+def distributions(batches: list[torch.Tensor], keep: list[torch.Tensor] | None = None) -> Statistics:
+    """Of one layer; a batch is ``(batch, 6, tokens, 5)``, of which K and V are the first two heads."""
+    collector = Collector(SHAPES, "distribution", FP8_E4M3, CPU)
+    for index, x in enumerate(batches):
+        for side in SIDES:
+            heads = SHAPES[0, side][0]
+            collector.see(0, side, x[:, :heads], None if keep is None else keep[index])
+        collector.see_weighted(0, x[0, :2], x[0, 2:4, :, 0].abs())
+        collector.end_batch()
+    return collector.statistics()
+
+
+def drawn(seed: int, batch: int = 2, tokens: int = 7) -> torch.Tensor:
+    return torch.randn(batch, 6, tokens, 5, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def test_second_moments_are_those_of_float64() -> None:
+    x = drawn(0)
+    found = distributions([x]).layers[0]
+    wide = x.double()
+    kv = torch.einsum("bhtc,bhtd->hcd", wide[:, :2], wide[:, :2])
+    q = torch.einsum("bhtc,bhtd->hcd", wide, wide).view(2, 3, 5, 5).sum(1)
+    weighted = torch.einsum("ht,htc,htd->hcd", wide[0, 2:4, :, 0].abs(), wide[0, :2], wide[0, :2])
+    for moments, exact in (
+        (found["k"].moments, kv),
+        (found["v"].moments, kv),
+        (found["q"].moments, q),
+        (found["v"].weighted_moments, weighted),
+        (found["v"].weight, wide[0, 2:4, :, 0].abs().sum(-1)),
+    ):
+        assert moments is not None
+        assert moments.dtype == torch.float64
+        torch.testing.assert_close(moments, exact, rtol=1e-5, atol=1e-4)
+    diagonal = found["k"].moments.diagonal(dim1=-2, dim2=-1)  # type: ignore[union-attr]
+    torch.testing.assert_close(diagonal, found["k"].squares, rtol=1e-5, atol=0)
+
+
+def test_histograms_hold_every_value_once() -> None:
+    x = drawn(1)
+    found = distributions([x]).layers[0]
+    rows = x.transpose(1, 2).flatten(0, 1)
+    for side, channels in (("k", 5), ("v", 5), ("q", 1)):
+        heads = SHAPES[0, side][0]
+        wanted = torch.zeros(heads, channels, histogram.BINS, dtype=torch.int64)
+        histogram.count(rows[:, :heads].contiguous(), wanted)
+        assert torch.equal(found[side].histogram.long(), wanted)
+
+
+def assert_same(one: Statistics, two: Statistics) -> None:
+    for side in SIDES:
+        before, after = one.layers[0][side].tensors(), two.layers[0][side].tensors()
+        assert before.keys() == after.keys()
+        for name in before:
+            exactly = {} if before[name].dtype == torch.float64 else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(after[name], before[name], **(exactly or {"rtol": 1e-5, "atol": 1e-4}))
+
+
+@given(seed=st.integers(0, 2**31))
+@settings(max_examples=15, deadline=None)
+def test_distributions_merge_in_any_order(seed: int) -> None:
+    a, b, c = (drawn(seed + part, batch=1 + part) for part in range(3))
+    parts = [distributions([x]) for x in (a, b, c)]
+    together = distributions([a, b, c])
+    assert_same(together, parts[0].merge(parts[1]).merge(parts[2]))
+    assert_same(together, parts[2].merge(parts[1].merge(parts[0])))
+
+
+def test_padding_is_in_no_distribution() -> None:
+    x = drawn(2, batch=1, tokens=9)
+    keep = torch.tensor([[True] * 6 + [False] * 3])
+    poisoned = torch.where(keep[:, None, :, None], x, torch.nan)
+    with_padding = Collector(SHAPES, "distribution", FP8_E4M3, CPU)
+    without = Collector(SHAPES, "distribution", FP8_E4M3, CPU)
+    for side in SIDES:
+        heads = SHAPES[0, side][0]
+        with_padding.see(0, side, poisoned[:, :heads], keep)
+        without.see(0, side, x[:, :heads, :6], None)
+    for collector in (with_padding, without):
+        collector.end_batch()
+    assert_same(without.statistics(), with_padding.statistics())
+
+
+@pytest.mark.parametrize("collect", ["extremes", "summary"])
+def test_less_is_collected_where_less_is_asked(collect: Collect) -> None:
+    collector = Collector(SHAPES, collect, FP8_E4M3, CPU)
+    collector.see(0, "k", drawn(0)[:, :2], None)
+    collector.end_batch()
+    k = collector.statistics().layers[0]["k"]
+    assert k.histogram is k.moments is k.weighted_moments is k.weight is None
+    assert bool((k.squares > 0).all()) == (collect == "summary")
+    assert bool((k.amax > 0).all())
+
+
+def test_distributions_do_not_merge_with_none() -> None:
+    full = distributions([drawn(0)])
+    lean = Statistics({0: {side: gather([(drawn(0), None)]) for side in SIDES}})
+    with pytest.raises(StatisticsError, match="with and without distributions"):
+        full.merge(lean)
+
+
+def test_saved_distributions_come_back_equal(tmp_path: Path) -> None:
+    written = distributions([drawn(0)])
+    written.save(tmp_path / "s.safetensors")
+    read = Statistics.load(tmp_path / "s.safetensors")
+    for side in SIDES:
+        before, after = written.layers[0][side].tensors(), read.layers[0][side].tensors()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype for n in before)
+    assert read.layers[0]["q"].weighted_moments is None
 
 
 def two_layers(**planted: torch.Tensor) -> Statistics:

@@ -7,12 +7,14 @@ sample: the middles of as many equal parts of it, each standing for all queries 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kvcal import capture, formats, models
+from kvcal import capture, formats, models, rotary
+from kvcal.arch import LayerSpec
 from kvcal.data import Batch, TokenSet
 from kvcal.errors import ModelError, StatisticsError
 from kvcal.plan import Plan
@@ -22,7 +24,18 @@ from kvcal.statistics import Collect, Collector, Statistics
 _QUERIES = 128  # per sample, of those whose attention is computed again
 
 
-@torch.inference_mode()
+@dataclass(frozen=True)
+class View:
+    """How statistics look at a model.
+
+    ``before_rope``: K before RoPE, and Q as such keys meet it (:func:`kvcal.rotary.as_seen_by_keys`).
+    ``skip``: tokens at the start of each sample that are left out, as they are not going to be quantized.
+    """
+
+    before_rope: bool = False
+    skip: int = 0
+
+
 def calibrate(
     model: Any,
     plan: Plan,
@@ -39,36 +52,61 @@ def calibrate(
         StatisticsError: a layer was not observed, or holds NaN or infinity.
         ModelError: a layer's tensors have other shapes than ``config.json`` announced.
     """
-    shapes = _shapes(plan)
+    batch_size = plan.recipe.calibration.batch_size
+    return views(model, plan.layers, batch_size, tokens, (View(),), on_tokens=on_tokens, collect=collect)[
+        View()
+    ]
+
+
+@torch.inference_mode()
+def views(
+    model: Any,
+    layers: Sequence[LayerSpec],
+    batch_size: int,
+    tokens: TokenSet,
+    wanted: Collection[View],
+    *,
+    on_tokens: Callable[[float], None] = lambda _: None,
+    collect: Collect = "summary",
+) -> dict[View, Statistics]:
+    """Statistics in several views from one pass; otherwise as :func:`calibrate`."""
+    specs = {layer.index: layer for layer in layers}
+    shapes = _shapes(layers)
     # Counts are those of FP8 at scale 1.0, whatever the format: that is where range matters.
-    collector = Collector(shapes, collect, formats.FP8_E4M3, model.device)
-    keep: torch.Tensor | None = None
+    collectors = {view: Collector(shapes, collect, formats.FP8_E4M3, model.device) for view in wanted}
     spans: list[slice] = []
+    kept: dict[int, torch.Tensor | None] = {}
 
     def observe(call: capture.AttentionCall) -> None:
-        tensors: dict[Side, torch.Tensor] = {"k": call.key, "v": call.value, "q": call.query}
-        for side in SIDES:
-            _require_shape(shapes, call.layer, side, tensors[side])
-            collector.see(call.layer, side, tensors[side], keep)
+        for side, x in _seen(call, specs.get(call.layer), View()).items():
+            _require_shape(shapes, call.layer, side, x)
+        weights = []
         if collect == "distribution":
-            for sample, span in enumerate(spans):
-                weight = attention_weights(call, sample, span)
-                collector.see_weighted(call.layer, call.value[sample, :, span], weight)
+            weights = [attention_weights(call, sample, span) for sample, span in enumerate(spans)]
+        for view, collector in collectors.items():
+            keep = kept[view.skip]
+            for side, x in _seen(call, specs[call.layer], view).items():
+                collector.see(call.layer, side, x, keep)
+            for sample, (span, weight) in enumerate(zip(spans, weights, strict=False)):
+                counted = call.value[sample, :, span][:, view.skip :]
+                collector.see_weighted(call.layer, counted, weight[:, view.skip :])
 
     first = True
-    with capture.intercept(model, observe):
-        for batch in tokens.batches(plan.recipe.calibration.batch_size):
-            keep = None if batch.keep is None else batch.keep.to(model.device)
+    with capture.intercept(model, observe, rotary=any(view.before_rope for view in wanted)):
+        for batch in tokens.batches(batch_size):
             spans = _spans(batch)
+            kept = {view.skip: _kept(batch, spans, view.skip, model.device) for view in wanted}
             model.base_model(**batch.inputs(model.device), use_cache=False)
-            collector.end_batch()
-            if first:  # a broken model should not cost a whole run
-                _require_sound(collector.statistics(), model)
-                first = False
+            for collector in collectors.values():
+                collector.end_batch()
+                if first:  # a broken model should not cost a whole run
+                    _require_sound(collector.statistics(), model)
+            first = False
             on_tokens(batch.tokens)
-    statistics = collector.statistics()
-    _require_sound(statistics, model)
-    return statistics
+    found = {view: collector.statistics() for view, collector in collectors.items()}
+    for statistics in found.values():
+        _require_sound(statistics, model)
+    return found
 
 
 def attention_weights(call: capture.AttentionCall, sample: int, span: slice) -> torch.Tensor:
@@ -109,11 +147,29 @@ def _spans(batch: Batch) -> list[slice]:
     return [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
 
-def _shapes(plan: Plan) -> dict[tuple[int, Side], tuple[int, int]]:
-    """``(heads, head_dim)`` of every layer and side."""
+def _seen(call: capture.AttentionCall, layer: LayerSpec | None, view: View) -> dict[Side, torch.Tensor]:
+    if layer is None or not view.before_rope:
+        return {"k": call.key, "v": call.value, "q": call.query}
     return {
-        (layer.index, side): (layer.heads_of(side), layer.head_dim) for layer in plan.layers for side in SIDES
+        "k": rotary.apply(call.key, layer, call.rotary, inverse=True),
+        "v": call.value,
+        "q": rotary.as_seen_by_keys(call.query, layer, call.rotary, call.window),
     }
+
+
+def _kept(batch: Batch, spans: list[slice], skip: int, device: torch.device) -> torch.Tensor | None:
+    """``(batch, tokens)`` bool of what is counted; None where that is everything."""
+    if not skip:
+        return None if batch.keep is None else batch.keep.to(device)
+    keep = batch.attention_mask.bool().clone()
+    for row, span in enumerate(spans):
+        keep[row, span.start : span.start + skip] = False
+    return keep.to(device)
+
+
+def _shapes(layers: Sequence[LayerSpec]) -> dict[tuple[int, Side], tuple[int, int]]:
+    """``(heads, head_dim)`` of every layer and side."""
+    return {(layer.index, side): (layer.heads_of(side), layer.head_dim) for layer in layers for side in SIDES}
 
 
 def _require_shape(

@@ -72,7 +72,7 @@ def choose(
     shaping: TokenSet,
     judging: TokenSet,
     *,
-    on_tokens: Callable[[int], None] = lambda _: None,
+    on_tokens: Callable[[float], None] = lambda _: None,
 ) -> Choice:
     """Go through the recipe's transforms in order and keep what pays."""
     keys = key_turn.sample(model, plan.model, shaping) if plan.format.rotated else None
@@ -105,7 +105,7 @@ def judge(
     statistics: Statistics,
     options: Mapping[str, Transforms],
     tokens: TokenSet,
-    on_tokens: Callable[[int], None] = lambda _: None,
+    on_tokens: Callable[[float], None] = lambda _: None,
 ) -> dict[str, Fidelity]:
     """Fidelity of the engine's own quantizer behind each set of transforms.
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from kvcal.opening import Request
     from kvcal.recipe import Recipe
-    from kvcal.run import Request
 
 Model = Annotated[
     str, typer.Option(help="Hub id, local folder, .gguf file, or 'demo' (SmolLM2-135M-Instruct from PyPI).")
@@ -107,6 +107,6 @@ def request_of(
 ) -> Request:
     """What a command asks for beside the recipe."""
     from kvcal.models import Trust
-    from kvcal.run import Request
+    from kvcal.opening import Request
 
     return Request(model, revision, output, overwrite, device, Trust(trust_remote_code, allow_pickle))

@@ -30,8 +30,8 @@ class Narrator:
         self.console.print(f"note: {message}", style="yellow", markup=False, highlight=False)
 
     @contextmanager
-    def bar(self, what: str, tokens: int) -> Iterator[Callable[[int], None]]:
-        """A bar over ``tokens``; call what it yields with the tokens of each finished batch."""
+    def bar(self, what: str, tokens: int) -> Iterator[Callable[[float], None]]:
+        """A bar over ``tokens``; call what it yields with the tokens of each finished batch, or a share."""
         columns = (
             TextColumn("{task.description:<10}"),
             BarColumn(),

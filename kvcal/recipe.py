@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvcal import engines, formats, granularity
 from kvcal.errors import RecipeError, UsageError
@@ -111,6 +111,26 @@ class Weights(Section):
     """
 
     scheme: Literal["FP8_DYNAMIC", "W4A16"]
+
+
+class Mixed(Section):
+    """Formats by layer, by what each costs there in KL; one of the two limits is given.
+
+    ``bits_budget``: bits per element that the whole cache may take; KL is made as small as it gets.
+    ``max_kl``: what the KLs of all layers may sum up to; bits are made as few as that allows. At most
+    ``passes`` forward passes over ``samples`` of the calibration text measure what each layer costs.
+    """
+
+    bits_budget: Annotated[float, Field(gt=0.0, le=16.0)] | None = None
+    max_kl: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+    passes: Annotated[int, Field(ge=2)] = 128
+    samples: Annotated[int, Field(ge=1)] = 2
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Mixed:
+        if (self.bits_budget is None) == (self.max_kl is None):
+            raise ValueError("needs one of bits_budget and max_kl")
+        return self
 
 
 class Gates(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvcal import (
     manifest,
     measure,
     models,
+    opening,
     plan,
     preflight,
     report,
@@ -33,6 +34,7 @@ from kvcal import recipe as recipes
 from kvcal.cache import QuantizedCache
 from kvcal.errors import ModelError, UsageError
 from kvcal.export import bundle, vllm
+from kvcal.opening import Request
 from kvcal.progress import Narrator
 
 LIVE_PROMPTS = (
@@ -43,25 +45,13 @@ LIVE_PROMPTS = (
 LIVE_NEW_TOKENS = 24
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the command line asked for, beside the recipe."""
-
-    model: str
-    revision: str | None = None
-    output: Path | None = None
-    overwrite: bool = False
-    device: str = "auto"
-    trust: models.Trust = models.TRUST_NOTHING
-
-
 def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) -> tuple[report.Report, Path]:
     """The main job: plan, calibrate, fold, scales, validate, evaluate, export, check, report.
 
     Returns the report and the folder that was written: the checkpoint, or ``<output>.failed`` with the
     records alone if a gate failed.
     """
-    _quiet_libraries()
+    opening.quiet_libraries()
     device = models.device_named(request.device)
     resolved, source = preflight.resolve(request.model, request.revision, recipe, narrator)
     destination = request.output or _default_output(source, resolved)
@@ -74,10 +64,10 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
         if recipe.weights is not None:
             weights.refuse(source.folder, recipe.weights.scheme, resolved.model)
         tokenizer = models.load_tokenizer(source.folder, request.trust)
-        text = _text(resolved, tokenizer, narrator)
-        held_out = _held_out_text(resolved, tokenizer, narrator)
+        text = opening.calibration_text(resolved, tokenizer, narrator)
+        held_out = opening.held_out_text(resolved, tokenizer, narrator)
         # No other name for the model: the job must be able to let go of it.
-        loaded = _load(source.folder, resolved, device, request, narrator)
+        loaded = opening.load(source.folder, resolved, device, request, narrator)
         job = measure.Job(resolved, loaded, text, held_out, narrator, clock)
         del loaded
         clock.lap("load")
@@ -98,7 +88,7 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
                 job.forget_model()  # the written one is loaded now, and two may not fit
                 onto_base = folds = onto_base.without_weights()
                 folds = measure.prove_written(
-                    onto_base, _load(stage.folder, resolved, device, request, narrator)
+                    onto_base, opening.load(stage.folder, resolved, device, request, narrator)
                 )
             if folds is not None:
                 folds.folding.save(stage.records)
@@ -142,7 +132,7 @@ def _quantize_weights(
             folds = folds.without_weights()
             plain = stage.beside("folded")
             bundle.write(folds.folding.onto(bundle.Bundle({}, None)), base, plain)
-            folds = measure.prove_written(folds, _load(plain, job.plan, device, request, job.narrator))
+            folds = measure.prove_written(folds, opening.load(plain, job.plan, device, request, job.narrator))
             base = plain
         job.narrator.say(f"quantizing the weights: {scheme}")
         target = stage.beside("quantized")
@@ -151,7 +141,7 @@ def _quantize_weights(
     quantized = arch.read(sources.read_config(target))
     # The KV part of the plan stays as it was; folds are in the weights already.
     job.plan = replace(job.plan, model=replace(quantized, dtype=spec.dtype))
-    job.model = _load(target, job.plan, device, request, job.narrator)
+    job.model = opening.load(target, job.plan, device, request, job.narrator)
     return target, folds
 
 
@@ -178,7 +168,7 @@ def run_check(
     if not all(f.ok for f in findings):
         narrator.notice("the files are broken already; the engine was not started")
         return findings
-    _quiet_libraries()
+    opening.quiet_libraries()
     model, written, announced = check.scales_of(folder, engine)
     narrator.say("starting the engine; this takes about a minute")
     result = check_live.check_live(
@@ -221,7 +211,7 @@ def run_validate(
 ) -> validate.Validation:
     """Validate a written checkpoint again, on held-out text."""
     model, resolved, cache, tokenizer = _reopen(folder, request, changes, narrator)
-    return measure.validated(model, cache, _held_out_text(resolved, tokenizer, narrator), narrator)
+    return measure.validated(model, cache, opening.held_out_text(resolved, tokenizer, narrator), narrator)
 
 
 def run_evaluate(
@@ -229,7 +219,7 @@ def run_evaluate(
 ) -> evaluate.Evaluation:
     """Evaluate a written checkpoint again, on held-out text."""
     model, resolved, cache, tokenizer = _reopen(folder, request, changes, narrator)
-    held_out = _held_out_text(resolved, tokenizer, narrator)
+    held_out = opening.held_out_text(resolved, tokenizer, narrator)
     with narrator.bar("evaluate", held_out.tokens) as on_tokens:
         return evaluate.evaluate(model, resolved, cache, held_out, on_tokens=on_tokens)
 
@@ -239,7 +229,7 @@ def run_bench_capture(
 ) -> list[bench.Overhead]:
     """What collecting statistics costs beside a plain forward pass."""
     model, resolved, text = _open(request, recipe, narrator)
-    with narrator.bar("bench", text.tokens * pairs * 4) as on_tokens:
+    with narrator.bar("bench", text.tokens * pairs * 6) as on_tokens:
         return bench.capture_overhead(model, resolved, text, pairs, on_tokens)
 
 
@@ -260,18 +250,18 @@ def run_bench_folds(request: Request, recipe: recipes.Recipe, narrator: Narrator
 def _open(
     request: Request, recipe: recipes.Recipe, narrator: Narrator
 ) -> tuple[Any, plan.Plan, data.TokenSet]:
-    _quiet_libraries()
+    opening.quiet_libraries()
     device = models.device_named(request.device)
     resolved, _ = preflight.resolve(request.model, request.revision, recipe, narrator)
     source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
-    text = _text(resolved, models.load_tokenizer(source.folder, request.trust), narrator)
-    return _load(source.folder, resolved, device, request, narrator), resolved, text
+    text = opening.calibration_text(resolved, models.load_tokenizer(source.folder, request.trust), narrator)
+    return opening.load(source.folder, resolved, device, request, narrator), resolved, text
 
 
 def _reopen(
     folder: Path, request: Request, changes: dict[str, Any], narrator: Narrator
 ) -> tuple[Any, plan.Plan, QuantizedCache, Any]:
-    _quiet_libraries()
+    opening.quiet_libraries()
     records = folder / bundle.RECORDS
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder")
@@ -283,7 +273,7 @@ def _reopen(
     resolved = plan.resolve(recipe, replace(model_spec, quant_method=None))
     cache = _written_cache(folder, resolved)
     tokenizer = models.load_tokenizer(folder, request.trust)
-    model = _load(folder, resolved, models.device_named(request.device), request, narrator)
+    model = opening.load(folder, resolved, models.device_named(request.device), request, narrator)
     return model, resolved, cache, tokenizer
 
 
@@ -303,40 +293,6 @@ def _written_cache(folder: Path, resolved: plan.Plan) -> QuantizedCache:
     return QuantizedCache(resolved.format, found)
 
 
-def _load(
-    folder: Path, resolved: plan.Plan, device: torch.device, request: Request, narrator: Narrator
-) -> Any:
-    model = models.load(folder, resolved.model, device, request.trust)
-    computes = str(model.dtype).removeprefix("torch.")
-    if computes != resolved.model.dtype:
-        narrator.say(f"computing in {computes} on {device}; the checkpoint stays {resolved.model.dtype}")
-    return model
-
-
-def _text(resolved: plan.Plan, tokenizer: Any, narrator: Narrator) -> data.TokenSet:
-    wanted = resolved.recipe.calibration
-    found = data.load(wanted, tokenizer, "calibration", resolved.seq_len, wanted.seed)
-    return _usable(found, resolved, narrator)
-
-
-def _held_out_text(resolved: plan.Plan, tokenizer: Any, narrator: Narrator) -> data.TokenSet:
-    wanted = resolved.recipe.evaluation
-    found = data.load(wanted, tokenizer, "evaluation", resolved.evaluation_seq_len, seed=0)
-    return _usable(found, resolved, narrator)
-
-
-def _usable(found: data.TokenSet, resolved: plan.Plan, narrator: Narrator) -> data.TokenSet:
-    largest = max(map(max, found.samples))
-    if largest >= resolved.model.vocab_size:
-        raise ModelError(
-            f"the tokenizer gives token {largest}, the model's vocabulary has {resolved.model.vocab_size};"
-            " is it the tokenizer of another model?"
-        )
-    for notice in found.notices:
-        narrator.notice(notice)
-    return found
-
-
 def _default_output(source: sources.Source, resolved: plan.Plan) -> Path:
     name = "SmolLM2-135M-Instruct" if source.kind == "demo" else Path(source.name).stem or "model"
     if source.kind in ("hub", "folder"):
@@ -344,11 +300,3 @@ def _default_output(source: sources.Source, resolved: plan.Plan) -> Path:
         name = source.folder.name if source.kind == "folder" else Path(source.name).name
     how = "folded" if resolved.deliver == "fold" else resolved.scaling
     return Path(f"{name}-{resolved.format.name}-{how}")
-
-
-def _quiet_libraries() -> None:
-    """Their progress bars and advice would drown ours; errors still come as exceptions."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

@@ -59,7 +59,7 @@ def validate(
     cache: QuantizedCache,
     tokens: TokenSet,
     *,
-    on_tokens: Callable[[int], None] = lambda _: None,
+    on_tokens: Callable[[float], None] = lambda _: None,
 ) -> Validation:
     """Run each sample alone through the model and compare attention layer by layer as it passes."""
     backend = dispatch.choose(model.device)

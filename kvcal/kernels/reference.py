@@ -112,8 +112,31 @@ def attention(
     ``window`` keys are visible to a query, its own included; ``softcap`` bounds logits by
     ``softcap * tanh(logits / softcap)``.
     """
-    weights, total = _weights(q, k, scaling, window, softcap)
+    seen = visible(q.shape[2], k.shape[2], window, q.device)
+    weights, total = _weights(q, k, scaling, seen, softcap)
     return _weighted_values(weights, v) / total
+
+
+def attention_over_versions(
+    q: torch.Tensor,
+    keys: tuple[torch.Tensor, ...],
+    values: tuple[torch.Tensor, ...],
+    seen: tuple[torch.Tensor, ...],
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention where each query finds one of several versions of a token.
+
+    ``keys`` and ``values`` hold ``(batch, kv_heads, tokens, head_dim)`` per version, ``seen`` which query
+    meets which key in it, ``(tokens, tokens)`` bool. Other arguments as in :func:`attention`.
+    """
+    tokens = q.shape[2]
+    causal = visible(tokens, tokens, window, q.device)
+    mask = torch.cat([causal & each for each in seen], -1)
+    weights, total = _weights(q, torch.cat(keys, 2), scaling, mask, softcap)
+    return _weighted_values(weights, torch.cat(values, 2)) / total
 
 
 def quantized_attention(
@@ -150,7 +173,8 @@ def quantized_attention(
         ``(batch, heads, queries, head_dim)`` in float32.
     """
     queries = q.float() if q_scale is None else dequantize(quantize(q, q_scale, fmt), q_scale)
-    weights, total = _weights(queries, dequantize(k, k_scale), scaling, window, softcap)
+    seen = visible(q.shape[2], k.shape[2], window, q.device)
+    weights, total = _weights(queries, dequantize(k, k_scale), scaling, seen, softcap)
     if quantize_probabilities:
         lifted = (weights * PROBABILITY_LIFT).to(getattr(torch, fmt.storage_dtype))
         weights = lifted.float() / PROBABILITY_LIFT
@@ -170,16 +194,16 @@ def _over_heads(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(
-    q: torch.Tensor, k: torch.Tensor, scaling: float, window: int | None, softcap: float | None
+    q: torch.Tensor, k: torch.Tensor, scaling: float, seen: torch.Tensor, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``exp(s - max)`` as ``(batch, kv_heads, group, queries, keys)`` and its sum over keys."""
     batch, heads, queries, head_dim = q.shape
-    kv_heads, keys = k.shape[1], k.shape[2]
+    kv_heads = k.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, queries, head_dim)
     logits = torch.matmul(grouped, k.unsqueeze(2).transpose(-1, -2)) * scaling
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~visible(queries, keys, window, q.device), float("-inf"))
+    logits = logits.masked_fill(~seen, float("-inf"))
     weights = torch.exp(logits - logits.amax(-1, keepdim=True))
     return weights, weights.sum(-1, keepdim=True).flatten(1, 2)
 

@@ -1,0 +1,68 @@
+"""RoPE taken off cached keys and put back, with the cosines and sines that the model itself used.
+
+A key before RoPE has the same distribution at every position, so that constants and maps taken from
+calibration fit it better than one that turns with its position (KVQuant, section 3.2).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcal.arch import LayerSpec
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+_GOLDEN = 0.6180339887498949
+
+
+def apply(x: torch.Tensor, layer: LayerSpec, rotary: Rotary | None, *, inverse: bool = False) -> torch.Tensor:
+    """Turn the pairs of each token by its position's angle, or back.
+
+    Args:
+        x: ``(batch, heads, tokens, head_dim)``.
+        layer: which channels turn, and with which.
+        rotary: ``(cos, sin)``, each ``(1 or batch, tokens, rotary_dim)``; None leaves ``x`` as it is, in a
+            layer without positions.
+        inverse: turn by the negative angle. Where a model scales its cosines and sines (YaRN), division by
+            their length makes up for it.
+
+    Returns:
+        In the shape of ``x``, float32.
+    """
+    if rotary is None or layer.rope == "none":
+        return x.float()
+    pairs = layer.rotary_dim // 2
+    if layer.rope == "interleaved":
+        first = torch.arange(0, layer.rotary_dim, 2, device=x.device)
+        second = first + 1
+    else:
+        first = torch.arange(pairs, device=x.device)
+        second = first + pairs
+    cos, sin = (part.float().unsqueeze(1)[..., first] for part in rotary)
+    if inverse:
+        length = cos.square() + sin.square()
+        cos, sin = cos / length, -sin / length
+    y = x.float().clone()
+    a, b = y[..., first], y[..., second]
+    y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
+    return y
+
+
+def as_seen_by_keys(
+    q: torch.Tensor, layer: LayerSpec, rotary: Rotary | None, window: int | None
+) -> torch.Tensor:
+    """Queries turned back by the angle of a key that they see, so that they meet keys before RoPE.
+
+    An error ``e`` of a key before RoPE moves the logit of a query by ``q · R_j e = (R_jᵀ q) · e``, ``j`` the
+    key's position: the second moments of what this returns say what an error costs. Each query takes one of
+    the positions it sees, evenly spread over all queries (multiples of the golden ratio), the same in every
+    run.
+    """
+    if rotary is None or layer.rope == "none":
+        return q.float()
+    position = torch.arange(q.shape[2], device=q.device)
+    spread = (position.double() * _GOLDEN).frac()
+    reach = position + 1 if window is None else (position + 1).clamp(max=window)
+    key = position - (spread * reach).long()
+    cos, sin = rotary
+    return apply(q, layer, (cos[:, key], sin[:, key]), inverse=True)

@@ -1,0 +1,105 @@
+"""Crosses schemes and a model, no engine asked. What cannot work is refused before a weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvcal import engines
+from kvcal.arch import LayerSpec, ModelSpec
+from kvcal.errors import PlanRefused
+from kvcal.plan import sample_lengths
+from kvcal.recipe import Recipe
+from kvcal.scheme import Scheme, SideScheme
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Schemes that can be tried on this model, and the text to try them on."""
+
+    recipe: Recipe
+    model: ModelSpec
+    schemes: Mapping[str, Scheme]
+    seq_len: int
+    evaluation_seq_len: int
+    notices: tuple[str, ...]
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return self.model.layers
+
+    def bits(self, scheme: Scheme, context: int) -> float:
+        """Bits per cached element over all layers, each with its own geometry, in ``context`` tokens."""
+        weighted = [
+            (
+                layer.kv_heads * layer.head_dim,
+                scheme.bits_per_element(layer.kv_heads, layer.head_dim, context),
+            )
+            for layer in self.layers
+        ]
+        return sum(n * bits for n, bits in weighted) / sum(n for n, _ in weighted)
+
+
+def resolve(recipe: Recipe, model: ModelSpec, schemes: Mapping[str, Scheme], *, skip: bool) -> Trial:
+    """Make the trial.
+
+    Args:
+        recipe: for its text and seed.
+        model: geometry.
+        schemes: by name.
+        skip: leave out, with a notice, what this model cannot store, instead of refusing.
+
+    Raises:
+        PlanRefused: with every reason found.
+    """
+    refused = {name: refusals(scheme, model) for name, scheme in schemes.items()}
+    reasons = [f"{name}: {reason}" for name, found in refused.items() for reason in found]
+    usable = {name: scheme for name, scheme in schemes.items() if not refused[name]}
+    if (reasons and not skip) or not usable:
+        raise PlanRefused(reasons)
+    lengths, notices = sample_lengths(recipe, model)
+    return Trial(
+        recipe=recipe,
+        model=model,
+        schemes=usable,
+        seq_len=lengths["calibration"],
+        evaluation_seq_len=lengths["evaluation"],
+        notices=(*notices, *(f"left out: {reason}" for reason in reasons)),
+    )
+
+
+def refusals(scheme: Scheme, model: ModelSpec) -> list[str]:
+    """Why this model's vectors cannot be stored so; empty if they can."""
+    if scheme.mixed is not None:
+        return []
+    sizes = {layer.head_dim for layer in model.layers}
+    found = []
+    for side, part in scheme.sides().items():
+        found += [f"{side}: {reason}" for size in sorted(sizes) for reason in _of_size(part, size)]
+    return found
+
+
+def served_as(scheme: Scheme) -> str | None:
+    """The value of vLLM's cache dtype flag that stores exactly this, given a checkpoint by kvcal."""
+    if scheme.mixed is not None or scheme.sinks or scheme.recent:
+        return None
+    engine = engines.get("vllm")
+    k, v = scheme.sides()["k"], scheme.sides()["v"]
+    if k.format != v.format or k.format not in engine.cache_dtype:
+        return None
+    if k.granularity is not None and k.granularity not in engine.granularities:
+        return None
+    return engine.cache_dtype[k.format]
+
+
+def _of_size(part: SideScheme, head_dim: int) -> list[str]:
+    fmt = part.number
+    if fmt is None:
+        return []
+    if fmt.block and head_dim % fmt.block:
+        return [f"{fmt.name} stores blocks of {fmt.block} channels; a head of {head_dim} is no multiple"]
+    if part.along == "channels" and part.group and head_dim % part.group:
+        return [f"a head of {head_dim} channels does not divide into groups of {part.group}"]
+    if fmt.dynamic and fmt.bits == 4 and head_dim % 2:
+        return [f"{fmt.name} stores two channels in a byte; a head size of {head_dim} is odd"]
+    return []

@@ -12,12 +12,12 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from kvcal import capture
-from kvcal.cache import QuantizedCache
+from kvcal.cache import Cache, QuantizedCache
 from kvcal.data import TokenSet
 from kvcal.errors import ModelError
 from kvcal.plan import Plan
@@ -50,22 +50,6 @@ class Evaluation:
 
     cache: Fidelity
     attention: Fidelity | None
-
-
-class Cache(Protocol):
-    """What stands between a layer and its attention.
-
-    ``needs_rotary``: ``replace`` wants RoPE's cosines and sines in its call.
-    """
-
-    @property
-    def needs_rotary(self) -> bool: ...
-
-    def to(self, device: torch.device) -> Cache: ...
-
-    def replace(
-        self, call: capture.AttentionCall, *, with_query: bool = False
-    ) -> capture.Tensors | capture.Versions: ...
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,8 @@ class Mixed(Section):
 
     ``bits_budget``: bits per element that the whole cache may take; KL is made as small as it gets.
     ``max_kl``: what the KLs of all layers may sum up to; bits are made as few as that allows. At most
-    ``passes`` forward passes over ``samples`` of the calibration text measure what each layer costs.
+    ``passes`` forward passes over ``samples`` of the calibration text, which then set no scales, measure what
+    each layer costs; the reference and the choice as a whole come on top.
     """
 
     bits_budget: Annotated[float, Field(gt=0.0, le=16.0)] | None = None
@@ -149,7 +150,8 @@ class Recipe(Section):
     ``deliver``: ``metadata`` writes static scales beside the weights, ``fold`` puts the calibration into the
     weights and leaves the engine's own scaling alone, ``both`` adds scales for the folded weights. By default
     what the engine loads for this format. ``granularity`` is that of static scales, ``per_tensor`` by
-    default. ``schemes`` are for ``kvcal compare``: names or files, each held against the gates.
+    default. ``mixed`` leaves layers in 16 bits. ``schemes`` are for ``kvcal compare``: names or files, each
+    held against the gates.
     """
 
     description: str = ""
@@ -161,6 +163,7 @@ class Recipe(Section):
     scale: ScaleRule = ScaleRule()
     folds: Folds = Folds()
     weights: Weights | None = None
+    mixed: Mixed | None = None
     calibration: Calibration = Calibration()
     evaluation: Evaluation = Evaluation()
     gates: Gates = Gates(kl_mean=0.1)
@@ -187,6 +190,8 @@ class Recipe(Section):
             *parents, leaf = path.split(".")
             node = tree
             for parent in parents:
+                if node[parent] is None:  # a section that was left out
+                    node[parent] = {}
                 node = node[parent]
             node[leaf] = value
         return parse(tree, source="command line")

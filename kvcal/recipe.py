@@ -22,6 +22,8 @@ from kvcal.errors import RecipeError, UsageError
 Side = Literal["k", "v", "q"]
 SIDES: tuple[Side, ...] = ("k", "v", "q")
 
+Objective = Literal["amax", "percentile", "mse", "attention"]
+
 MIN_TOKENS = 8  # of a sample that is worth a forward pass
 
 _Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -34,17 +36,36 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class ScaleRule(Section):
-    """How an absolute maximum becomes a scale.
+_PERCENTILE = 99.99
 
-    ``amax``: ``headroom * amax / max``. ``power_of_two``: the same rounded up to a power of two, so that
-    scaling changes exponents only. On the demo model all rules cost the same KL within noise (`kvcal bench
-    rules`), as E4M3's flat precision says they should. The default is the one with other merits: it adds no
-    rounding of its own, survives engines that keep scales in BF16, and leaves room for unseen values.
+
+class ScaleRule(Section):
+    """How what was seen becomes a scale.
+
+    ``objective``: the largest magnitude that the scale has to cover. ``amax``: of all that was seen;
+    ``percentile``: but the largest 0.01 %, or what ``percentile`` says; ``mse``: where the format's squared
+    error is smallest; ``attention``: the same, channels weighted by what reads them (Q by ``mse``, as nothing
+    weighs its channels). All but the first need distributions to be collected.
+
+    ``rule`` makes a scale of that magnitude. ``amax``: ``headroom * amax / max``. ``power_of_two``: the same
+    rounded up to a power of two, so that scaling changes exponents only. On the demo model all rules cost the
+    same KL within noise (`kvcal bench rules`), as E4M3's flat precision says they should. The default is the
+    one with other merits: it adds no rounding of its own, survives engines that keep scales in BF16, and
+    leaves room for unseen values.
     """
 
     rule: Literal["amax", "power_of_two"] = "power_of_two"
     headroom: Annotated[float, Field(ge=1.0, le=16.0)] = 1.25
+    objective: Objective = "amax"
+    percentile: Annotated[float, Field(gt=50.0, le=100.0)] = _PERCENTILE
+
+    @model_validator(mode="after")
+    def _percentile_has_an_effect(self) -> ScaleRule:
+        if self.percentile != _PERCENTILE and self.objective != "percentile":
+            raise ValueError(
+                f"percentile {self.percentile:g} has no effect with objective {self.objective}; leave it out"
+            )
+        return self
 
 
 class Text(Section):

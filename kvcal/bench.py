@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvcal import calibrate, evaluate, folding, scales
+from kvcal import calibrate, evaluate, folding, objectives, scales
 from kvcal.cache import QuantizedCache
 from kvcal.data import TokenSet
 from kvcal.evaluate import Variant
@@ -41,6 +41,7 @@ class RuleRow:
     """One scale rule, judged on calibration text that did not set it."""
 
     rule: str
+    objective: str | None
     headroom: float | None
     kl_mean: float
     kl_p99: float
@@ -62,7 +63,7 @@ class FoldRow:
     top1_agreement: float
 
 
-# Rule and headroom; None is the fixed scale 1.0 of an uncalibrated engine.
+# None is the fixed scale 1.0 of an uncalibrated engine.
 RULES: tuple[ScaleRule | None, ...] = (
     None,
     ScaleRule(rule="amax", headroom=1.0),
@@ -70,6 +71,9 @@ RULES: tuple[ScaleRule | None, ...] = (
     ScaleRule(rule="amax", headroom=2.0),
     ScaleRule(rule="power_of_two", headroom=1.0),
     ScaleRule(rule="power_of_two", headroom=1.25),
+    ScaleRule(rule="amax", headroom=1.0, objective="percentile"),
+    ScaleRule(rule="amax", headroom=1.0, objective="mse"),
+    ScaleRule(rule="amax", headroom=1.0, objective="attention"),
 )
 
 
@@ -175,22 +179,29 @@ def _foldable(model: Any, plan: Plan, statistics: Statistics, shaping: TokenSet)
     return {name: option for name, option in found.items() if option.layers}
 
 
-def scale_rules(model: Any, plan: Plan, tokens: TokenSet, on_tokens: Callable[[float], None]) -> list[RuleRow]:
+def scale_rules(
+    model: Any, plan: Plan, tokens: TokenSet, on_tokens: Callable[[float], None]
+) -> list[RuleRow]:
     """Fidelity of each rule: one half of the calibration text sets scales, the other half judges them.
 
     The evaluation text is not touched: a default must not be chosen on it.
     """
     half = len(tokens.samples) // 2
     setting, judging = TokenSet(tokens.samples[:half]), TokenSet(tokens.samples[half:])
-    statistics = calibrate.calibrate(model, plan, setting, on_tokens=on_tokens)
+    statistics = calibrate.calibrate(model, plan, setting, on_tokens=on_tokens, collect="distribution")
+    weights = objectives.value_weights(model, plan.model)
     rows = []
     for rule in RULES:
-        found = scales.unit(plan) if rule is None else scales.compute(statistics, plan, rule)
+        if rule is None:
+            found = scales.unit(plan)
+        else:
+            found = scales.compute(statistics, plan, rule, value_weights=weights)
         cache = QuantizedCache(plan.format, found)
         fidelity = evaluate.evaluate(model, plan, cache, judging, on_tokens=on_tokens).cache
         rows.append(
             RuleRow(
                 rule=rule.rule if rule else "scale 1.0",
+                objective=rule.objective if rule else None,
                 headroom=rule.headroom if rule else None,
                 kl_mean=fidelity.kl_mean,
                 kl_p99=fidelity.kl_p99,

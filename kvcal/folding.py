@@ -160,7 +160,9 @@ def _scales(plan: Plan, statistics: Statistics, transforms: Transforms) -> scale
         index: _behind(sides, transforms.layers[index]) if index in transforms.layers else sides
         for index, sides in statistics.layers.items()
     }
-    return scales.compute(Statistics(layers), plan)
+    # Only extremes have bounds behind a transform.
+    rule = plan.recipe.scale.model_copy(update={"objective": "amax"})
+    return scales.compute(Statistics(layers), plan, rule)
 
 
 def _behind(sides: dict[Side, SideStatistics], transform: LayerTransform) -> dict[Side, SideStatistics]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvcal import calibrate, data, evaluate, folding, manifest, scales, validate
+from kvcal import calibrate, data, evaluate, folding, manifest, objectives, scales, validate
 from kvcal.cache import QuantizedCache
 from kvcal.errors import ModelError
 from kvcal.evaluate import Evaluation
@@ -143,12 +143,12 @@ def measure(job: Job, folds: Folds | None) -> Outcome:
     weights: Weights = nullcontext if folds is None else folds.weights
     with weights():
         statistics = _statistics(job, "calibrate folded" if folds else "calibrate", job.text)
-        cache = _cache(job.plan, statistics)
+        cache = _cache(job.plan, statistics, job.model)
         validation = validated(job.model, cache, job.held_out, job.narrator)
     job.clock.lap("validate")
     caches = {"after": (cache, weights)}
     if folds is not None:
-        caches["before"] = (_cache(job.plan, folds.statistics), nullcontext)
+        caches["before"] = (_cache(job.plan, folds.statistics, job.model), nullcontext)
     found = _evaluations(job, caches)
     return Outcome(statistics, cache, validation, found["after"], found.get("before"))
 
@@ -180,18 +180,23 @@ def validated(model: Any, cache: QuantizedCache, held_out: data.TokenSet, narrat
 
 def _statistics(job: Job, name: str, text: data.TokenSet) -> Statistics:
     with job.narrator.bar(name, text.tokens) as on_tokens:
-        found = calibrate.calibrate(job.model, job.plan, text, on_tokens=on_tokens)
+        found = calibrate.calibrate(
+            job.model, job.plan, text, on_tokens=on_tokens, collect=scales.collect(job.plan)
+        )
     job.clock.lap(name)
     return found
 
 
-def _cache(plan: Plan, statistics: Statistics) -> QuantizedCache:
-    """The cache that the engine would keep for a model with these statistics."""
+def _cache(plan: Plan, statistics: Statistics, model: Any) -> QuantizedCache:
+    """The cache that the engine would keep for a model with these statistics and its present weights."""
     if plan.format.dynamic:
         return QuantizedCache(plan.format)
     if plan.granularity is None:
         return QuantizedCache(plan.format, scales.unit(plan))
-    return QuantizedCache(plan.format, scales.compute(statistics, plan))
+    weights = (
+        objectives.value_weights(model, plan.model) if plan.recipe.scale.objective == "attention" else None
+    )
+    return QuantizedCache(plan.format, scales.compute(statistics, plan, value_weights=weights))
 
 
 def _evaluations(job: Job, caches: dict[str, tuple[QuantizedCache, Weights]]) -> dict[str, Evaluation]:

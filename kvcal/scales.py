@@ -5,6 +5,7 @@ A scale is the dequantization multiplier, ``x ≈ code * scale``: float32, finit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +13,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from kvcal import objectives
 from kvcal.errors import ModelError, UsageError
 from kvcal.plan import Plan
 from kvcal.recipe import SIDES, ScaleRule, Side
-from kvcal.statistics import SideStatistics, Statistics
+from kvcal.statistics import Collect, SideStatistics, Statistics
 
 # Below this rms at scale 1.0, E4M3 spends too many elements on subnormals: its signal-to-noise ratio is
 # 31.5 dB down to sigma = 2^-4, 30.9 at 2^-5, 28.3 at 2^-6 (Gaussian input).
@@ -66,14 +68,34 @@ class SideSummary:
     flags: list[str]
 
 
-def compute(statistics: Statistics, plan: Plan, rule: ScaleRule | None = None) -> Scales:
-    """Scales of every layer for K, V and Q, by the recipe's rule or another one."""
-    return Scales(
-        {
-            index: {side: _scale(sides[side], plan, rule or plan.recipe.scale) for side in SIDES}
-            for index, sides in statistics.layers.items()
-        }
-    )
+def compute(
+    statistics: Statistics,
+    plan: Plan,
+    rule: ScaleRule | None = None,
+    *,
+    value_weights: Mapping[int, torch.Tensor] | None = None,
+) -> Scales:
+    """Scales of every layer for K, V and Q, by the recipe's rule or another one.
+
+    ``value_weights`` are those of :func:`kvcal.objectives.value_weights`; the objective ``attention`` needs
+    them, and distributions as every objective but ``amax`` does.
+    """
+    rule = rule or plan.recipe.scale
+    found: dict[int, dict[Side, torch.Tensor]] = {}
+    for index, sides in statistics.layers.items():
+        weights: dict[Side, torch.Tensor] = {}
+        if rule.objective == "attention":
+            weights["k"] = objectives.key_weight(sides)
+            if value_weights is not None:
+                weights["v"] = value_weights[index]
+        found[index] = {side: _scale(sides[side], side, plan, rule, weights.get(side)) for side in SIDES}
+    return Scales(found)
+
+
+def collect(plan: Plan) -> Collect:
+    """What has to be collected for the scales of a plan."""
+    static = plan.granularity is not None
+    return "distribution" if static and plan.recipe.scale.objective != "amax" else "summary"
 
 
 def unit(plan: Plan) -> Scales:
@@ -107,12 +129,23 @@ def summarize(
     }
 
 
-def _scale(seen: SideStatistics, plan: Plan, rule: ScaleRule) -> torch.Tensor:
+def _scale(
+    seen: SideStatistics, side: Side, plan: Plan, rule: ScaleRule, weight: torch.Tensor | None
+) -> torch.Tensor:
     if plan.granularity is None:
         raise UsageError(f"{plan.format.name} with --deliver {plan.deliver} has no static scales")
-    # (heads, head_dim) -> (1, heads, 1, head_dim), the layout of a cached token
-    canonical = plan.granularity.to_canonical(seen.amax[None, :, None, :])
-    return from_amax(canonical.amax((0, -1)), plan.format.max, rule)
+    # Nothing weighs the channels of Q, which is not cached.
+    objective = "mse" if rule.objective == "attention" and side == "q" else rule.objective
+    _, high = objectives.ranges(
+        seen,
+        plan.granularity,
+        plan.format,
+        objective,
+        symmetric=True,
+        percentile=rule.percentile,
+        weight=weight,
+    )
+    return from_amax(high, plan.format.max, rule)
 
 
 def _summary(seen: SideStatistics, scale: torch.Tensor | None, plan: Plan) -> SideSummary:

@@ -29,7 +29,7 @@ def test_all_faults_are_listed_at_once_with_path_value_and_fix() -> None:
         granularity: per_heads
         engine: sglang
         deliver: folded
-        scale: {rule: amaxx, headroom: 0.5}
+        scale: {rule: amaxx, headroom: 0.5, objective: mae, percentile: 20}
         folds: {transforms: [key_scale, key_scala], scales: any, samples: 0, seed: -1, sede: 1}
         weights: {scheme: W4A4, schema: 1}
         calibration: {samples: 0, sampels: 3, seq_len: 4}
@@ -56,6 +56,8 @@ def test_all_faults_are_listed_at_once_with_path_value_and_fix() -> None:
             "weights.schema: unknown field; did you mean 'scheme'?",
             "scale.rule: found 'amaxx'; should be 'amax' or 'power_of_two'",
             "scale.headroom: found 0.5; should be greater than or equal to 1",
+            "scale.objective: found 'mae'; should be 'amax', 'percentile', 'mse' or 'attention'",
+            "scale.percentile: found 20; should be greater than 50",
             "calibration.samples: found 0; should be greater than or equal to 1",
             "calibration.sampels: unknown field; did you mean 'samples'?",
             "calibration.seq_len: found 4; should be greater than or equal to 8",
@@ -103,6 +105,15 @@ def test_unknown_field_is_met_with_a_close_or_the_known_ones(text: str, fault: s
         ("calibration: {samples: null}", "calibration.samples: found None; should be a valid integer"),
         ("calibration: {seed: -1}", "calibration.seed: found -1; should be greater than or equal to 0"),
         ("scale: {headroom: true}", "scale.headroom: found True; should be a valid number"),
+        (
+            "scale: {objective: percentile, percentile: 100.5}",
+            "scale.percentile: found 100.5; should be less",
+        ),
+        (
+            "scale: {objective: mse, percentile: 99}",
+            "scale: found {'objective': 'mse', 'percentile': 99}; percentile 99 has no effect with objective"
+            " mse; leave it out",
+        ),
         ("gates: {kl_mean: '0.1'}", "gates.kl_mean: found '0.1'; should be a valid number; no quotes"),
         (
             "gates: {kl_mean: 1e-3}",
@@ -234,7 +245,13 @@ recipes = st.builds(
         seed=st.integers(0, 2**63 - 1),
     ),
     weights=st.none() | st.builds(dict, scheme=st.sampled_from(["FP8_DYNAMIC", "W4A16"])),
-    scale=st.builds(dict, rule=st.sampled_from(["amax", "power_of_two"]), headroom=st.floats(1, 16)),
+    scale=st.builds(
+        dict,
+        rule=st.sampled_from(["amax", "power_of_two"]),
+        headroom=st.floats(1, 16),
+        objective=st.sampled_from(get_args(recipe.Objective)),
+    )
+    | st.builds(dict, objective=st.just("percentile"), percentile=st.floats(50, 100, exclude_min=True)),
     calibration=texts.flatmap(
         lambda t: st.builds(lambda seed: t | {"seed": seed}, st.integers(0, 2**63 - 1))
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from itertools import product
 from pathlib import Path
@@ -15,12 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from kvcal import formats, scales
+from kvcal import calibrate, folding, formats, objectives, scales
 from kvcal.errors import ModelError, UsageError
 from kvcal.formats import KVFormat
 from kvcal.plan import Plan
 from kvcal.recipe import SIDES, ScaleRule, Side
 from kvcal.statistics import Statistics
+from kvcal.transforms.record import Transforms
 from tests import tiny
 from tests.test_calibrate import plan_for, run, token_set
 
@@ -163,6 +165,96 @@ def test_saved_scales_come_back_equal(tmp_path: Path) -> None:
     again = scales.Scales.load(tmp_path / "scales.safetensors")
     assert list(again.layers) == list(found.layers)
     assert all(torch.equal(again.layers[i][s], found.layers[i][s]) for i in found.layers for s in SIDES)
+
+
+def heavy(granularity: str = "per_head", **rule: Any) -> tuple[Statistics, Plan, Any]:
+    """One channel of K and one of V, both of head 0, far wider than the others and read by nothing."""
+    model = tiny.build_model(head_dim=32)
+    attention = model.model.layers[1].self_attn
+    with torch.no_grad():
+        attention.k_proj.weight[5] *= 300.0
+        attention.q_proj.weight.view(6, 32, -1)[:3, [5, 21]] = 0.0  # a pair that RoPE turns
+        attention.v_proj.weight[7] *= 300.0
+        attention.o_proj.weight.view(-1, 6, 32)[:, :3, 7] = 0.0
+    resolved = plan_for(model, granularity=granularity, scale={"rule": "amax", "headroom": 1.0} | rule)
+    tokens = token_set([64, 64])
+    statistics = calibrate.calibrate(model, resolved, tokens, collect=scales.collect(resolved))
+    return statistics, resolved, model
+
+
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_head"])
+@pytest.mark.parametrize("objective", ["percentile", "mse", "attention"])
+def test_objectives_set_scales_within_those_of_amax(granularity: str, objective: str) -> None:
+    statistics, plan, model = heavy(granularity, objective=objective)
+    weights = objectives.value_weights(model, plan.model)
+    found = scales.compute(statistics, plan, value_weights=weights)
+    widest = scales.compute(statistics, plan, ScaleRule(rule="amax", headroom=1.0))
+    for index, sides in found.layers.items():
+        for side in SIDES:
+            assert sides[side].dtype == torch.float32
+            assert sides[side].shape == widest.layers[index][side].shape
+            assert bool((sides[side] > 0).all())
+            assert bool((sides[side] <= widest.layers[index][side]).all())
+    assert any(not torch.equal(a, b) for a, b in zip(tensors(found), tensors(widest), strict=True))
+
+
+def test_headroom_and_powers_of_two_apply_to_every_objective() -> None:
+    statistics, plan, _ = heavy(objective="percentile", percentile=99.0)
+    plain, roomy, power = (
+        scales.compute(statistics, plan, plan.recipe.scale.model_copy(update=changes)).layers[1]["k"]
+        for changes in ({}, {"headroom": 2.0}, {"rule": "power_of_two"})
+    )
+    assert torch.equal(roomy, plain * 2)
+    assert torch.equal(power, torch.exp2(torch.ceil(torch.log2(plain))))
+    wider = scales.compute(
+        statistics, plan, plan.recipe.scale.model_copy(update={"percentile": 99.9})
+    ).layers[1]["k"]
+    assert bool((wider > plain).all())
+
+
+def test_attention_weighs_keys_by_queries_values_by_the_output_and_queries_not_at_all() -> None:
+    statistics, plan, model = heavy(objective="attention")
+    int4 = dataclasses.replace(plan, format=formats.get("int4"))
+    given = objectives.value_weights(model, plan.model)
+    found = scales.compute(statistics, int4, value_weights=given).layers[1]
+    sides = statistics.layers[1]
+    for side, weight in (("k", objectives.key_weight(sides)), ("v", given[1])):
+        _, high = objectives.ranges(
+            sides[side], int4.granularity, int4.format, "attention", symmetric=True, weight=weight  # type: ignore[index, arg-type]
+        )  # fmt: skip
+        assert torch.equal(found[side], high / 7)  # type: ignore[index]
+    by_mse = scales.compute(statistics, int4, ScaleRule(rule="amax", headroom=1.0, objective="mse")).layers[1]
+    assert torch.equal(found["q"], by_mse["q"])
+    for side in ("k", "v"):
+        assert found[side][0] < by_mse[side][0] / 20
+    with pytest.raises(UsageError, match="needs the weight of each channel"):
+        scales.compute(statistics, int4)
+
+
+@pytest.mark.parametrize(
+    ("objective", "fields", "wanted"),
+    [
+        ("amax", {}, "summary"),
+        ("percentile", {}, "distribution"),
+        ("mse", {"granularity": "per_head"}, "distribution"),
+        ("attention", {"deliver": "both"}, "distribution"),
+        ("mse", {"deliver": "fold"}, "summary"),
+        ("mse", {"format": "int8_per_token_head"}, "summary"),
+    ],
+)
+def test_distributions_are_collected_where_scales_need_them(
+    objective: str, fields: dict[str, str], wanted: str
+) -> None:
+    resolved = plan_for(tiny.build_model(head_dim=32), scale={"objective": objective}, **fields)
+    assert scales.collect(resolved) == wanted
+
+
+def test_folds_are_chosen_by_extremes_whatever_the_objective() -> None:
+    statistics, plan, _ = heavy(objective="mse")
+    found = folding._scales(plan, statistics, Transforms({}))
+    assert found is not None
+    widest = scales.compute(statistics, plan, ScaleRule(rule="amax", headroom=1.0))
+    assert all(torch.equal(a, b) for a, b in zip(tensors(found), tensors(widest), strict=True))
 
 
 @pytest.mark.parametrize("content", [b"", b"no safetensors", None], ids=["empty", "garbage", "other names"])

@@ -1,4 +1,4 @@
-"""A run as one JSON document, as Markdown and in the terminal. Nothing is computed here."""
+"""A run as one JSON document and in the terminal. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # rows are only read here; `kvcal plan` need not wait for tor
 
 Report = dict[str, Any]
 
-_DELIVERED = {
+DELIVERED = {
     "metadata": "static scales beside the weights",
     "fold": "the weights themselves; no scales and no quantization config are written",
     "both": "folded weights, and static scales for them",
@@ -147,7 +147,7 @@ def print_plan(console: Console, document: Report) -> None:
         f" for {document['heads']} query heads",
     )
     table.add_row("format", f"{document['format']}, {document['scaling']}")
-    table.add_row("delivered by", _DELIVERED[document["deliver"]])
+    table.add_row("delivered by", DELIVERED[document["deliver"]])
     table.add_row(
         "per token",
         f"{per_token['reference']:,.0f} bytes in 16 bits, {per_token['quantized']:,.0f} quantized"
@@ -199,12 +199,13 @@ def print_fidelity(console: Console, after: Report, before: Report | None = None
         ("perplexity", "right"),
     ):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
-    for label, cells in _fidelity_rows(after, before):
+    for label, cells in fidelity_rows(after, before):
         table.add_row(label, *cells)
     console.print(table)
 
 
-def _fidelity_rows(after: Report, before: Report | None) -> list[tuple[str, list[str]]]:
+def fidelity_rows(after: Report, before: Report | None) -> list[tuple[str, list[str]]]:
+    """Label and cells of each line of the table of fidelities."""
     rows = [("nothing", ["", "", "", f"{after['fidelity']['perplexity_reference']:.3f}"])]
     for key, label in (("fidelity", "K and V"), ("fidelity_fp8_attention", "K, V and Q (FP8 kernels)")):
         if after[key] is None:
@@ -272,69 +273,6 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
             )
 
 
-def markdown(report: Report, plan: Plan, source_name: str) -> str:
-    """The report as Markdown, for people and for a pull request."""
-    cache, folds = report["fidelity"], report["folds"]
-    per_token = report["bytes_per_token"]
-    lines = [
-        f"# KV-cache calibration of {source_name}",
-        "",
-        f"**Verdict: {report['verdict']}.** {plan.format.name}, {plan.scaling}, for"
-        f" {plan.engine.name} {plan.engine.version}, delivered by {_DELIVERED[plan.deliver]}.",
-        "",
-        "```",
-        report["serve"],
-        "```",
-        "",
-        "| quantized | KL mean | KL p99 | top-1 | perplexity |",
-        "|---|---:|---:|---:|---:|",
-        *(
-            f"| {label} | " + " | ".join(cells) + " |"
-            for label, cells in _fidelity_rows(report, folds and folds["before"])
-        ),
-        "",
-        f"{cache['tokens']:,} held-out tokens. {per_token['reference']:,.0f} bytes per token in 16 bits,"
-        f" {per_token['quantized']:,.0f} quantized ({report['bits_per_element']:.3f} bits per element).",
-        "",
-        *_folds_lines(folds),
-        "| gate | value | limit | |",
-        "|---|---:|---:|---|",
-        *(
-            f"| {g['name']} | {g['value']:.6g} | {g['limit']:g} |"
-            f" {'passed' if g['passed'] else '**failed**'} |"
-            for g in report["gates"]
-        ),
-        "",
-        "| layer | K amax | V amax | Q amax | attention error | flags |",
-        "|---:|---:|---:|---:|---:|---|",
-        *(_layer_line(layer) for layer in report["layers"]),
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _folds_lines(folds: Report | None) -> list[str]:
-    if folds is None:
-        return []
-    proof = folds["proof"]
-    return [
-        f"| fold tried ({folds['judging']['tokens']:,} calibration tokens) | KL mean | |",
-        "|---|---:|---|",
-        f"| none | {_nats(folds['judging']['kl_before'])} | |",
-        *(
-            f"| {c['name']} | {'nothing to do' if c['kl_mean'] is None else _nats(c['kl_mean'])} |"
-            f" {'kept' if c['kept'] else ''} |"
-            for c in folds["candidates"]
-        ),
-        "",
-        f"{folds['tensors']} tensors were changed. Float64 error of a folded attention block: at most"
-        f" {proof['block_error']:.1g}; KL of the written checkpoint to the original, nothing quantized:"
-        f" {proof['kl']:.2g} nats ({proof['allowed_kl']:.2g} would be rounding)."
-        + (" `kvcal unfold` restores them bit for bit." if folds["reversible"] else ""),
-        "",
-    ]
-
-
 def _print_verdict(console: Console, report: Report) -> None:
     style = "bold green" if report["verdict"] == "pass" else "bold red"
     console.print(f"verdict: {report['verdict']}", style=style)
@@ -350,15 +288,15 @@ def _print_verdict(console: Console, report: Report) -> None:
             console.print(reason, markup=False, highlight=False)
 
 
-def _nats(value: float) -> str:
+def nats(value: float) -> str:
     """Four decimals, or two digits where those would say nothing."""
     return f"{value:.4f}" if value == 0 or value >= 0.001 else f"{value:.2g}"
 
 
 def _fidelity_cells(row: Mapping[str, float]) -> list[str]:
     return [
-        _nats(row["kl_mean"]),
-        _nats(row["kl_p99"]),
+        nats(row["kl_mean"]),
+        nats(row["kl_p99"]),
         f"{100 * row['top1_agreement']:.2f} %",
         f"{row['perplexity']:.3f}",
     ]
@@ -379,13 +317,6 @@ def _flagged(report: Report) -> list[str]:
         for side in SIDES
         for flag in layer[side]["flags"]
     ]
-
-
-def _layer_line(layer: Report) -> str:
-    flags = "; ".join(f"{side.upper()} {flag}" for side in SIDES for flag in layer[side]["flags"])
-    worst = max(layer["attention_error"]["cache"])
-    amax = " | ".join(f"{layer[side]['amax']:.4g}" for side in SIDES)
-    return f"| {layer['index']} | {amax} | {worst:.4f} | {flags} |"
 
 
 def fidelity_document(evaluation: Evaluation) -> Report:

@@ -18,6 +18,7 @@ from kvcal import (
     gates,
     live_engine,
     manifest,
+    markdown,
     measure,
     models,
     opening,
@@ -107,8 +108,8 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
                 | {"sha256": bundle.hashes(stage.folder, onto_base.folding.tensors if onto_base else ())},
             )
             bundle.write_json(stage.records / "report.json", document)
-            markdown = report.markdown(document, resolved, source.name)
-            (stage.records / "report.md").write_text(markdown, encoding="utf-8")
+            text_document = markdown.render(document, resolved, source.name)
+            (stage.records / "report.md").write_text(text_document, encoding="utf-8")
             if document["verdict"] == "fail":
                 return document, stage.commit_failure()
             stage.commit()

@@ -81,6 +81,7 @@ RANKS: dict[str, float] = {
     "unfold": 10,
     "measure": 10.2,
     "report": 10.5,
+    "markdown": 10.6,
     "run": 11,
     "options": 11.2,
     "terminal": 11,

@@ -1,0 +1,77 @@
+"""The report of a run as Markdown. Nothing is computed here."""
+
+from __future__ import annotations
+
+from kvcal.plan import Plan
+from kvcal.recipe import SIDES
+from kvcal.report import DELIVERED, Report, fidelity_rows, nats
+
+
+def render(report: Report, plan: Plan, source_name: str) -> str:
+    """The report as Markdown, for people and for a pull request."""
+    cache, folds = report["fidelity"], report["folds"]
+    per_token = report["bytes_per_token"]
+    lines = [
+        f"# KV-cache calibration of {source_name}",
+        "",
+        f"**Verdict: {report['verdict']}.** {plan.format.name}, {plan.scaling}, for"
+        f" {plan.engine.name} {plan.engine.version}, delivered by {DELIVERED[plan.deliver]}.",
+        "",
+        "```",
+        report["serve"],
+        "```",
+        "",
+        "| quantized | KL mean | KL p99 | top-1 | perplexity |",
+        "|---|---:|---:|---:|---:|",
+        *(
+            f"| {label} | " + " | ".join(cells) + " |"
+            for label, cells in fidelity_rows(report, folds and folds["before"])
+        ),
+        "",
+        f"{cache['tokens']:,} held-out tokens. {per_token['reference']:,.0f} bytes per token in 16 bits,"
+        f" {per_token['quantized']:,.0f} quantized ({report['bits_per_element']:.3f} bits per element).",
+        "",
+        *_folds_lines(folds),
+        "| gate | value | limit | |",
+        "|---|---:|---:|---|",
+        *(
+            f"| {g['name']} | {g['value']:.6g} | {g['limit']:g} |"
+            f" {'passed' if g['passed'] else '**failed**'} |"
+            for g in report["gates"]
+        ),
+        "",
+        "| layer | K amax | V amax | Q amax | attention error | flags |",
+        "|---:|---:|---:|---:|---:|---|",
+        *(_layer_line(layer) for layer in report["layers"]),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _folds_lines(folds: Report | None) -> list[str]:
+    if folds is None:
+        return []
+    proof = folds["proof"]
+    return [
+        f"| fold tried ({folds['judging']['tokens']:,} calibration tokens) | KL mean | |",
+        "|---|---:|---|",
+        f"| none | {nats(folds['judging']['kl_before'])} | |",
+        *(
+            f"| {c['name']} | {'nothing to do' if c['kl_mean'] is None else nats(c['kl_mean'])} |"
+            f" {'kept' if c['kept'] else ''} |"
+            for c in folds["candidates"]
+        ),
+        "",
+        f"{folds['tensors']} tensors were changed. Float64 error of a folded attention block: at most"
+        f" {proof['block_error']:.1g}; KL of the written checkpoint to the original, nothing quantized:"
+        f" {proof['kl']:.2g} nats ({proof['allowed_kl']:.2g} would be rounding)."
+        + (" `kvcal unfold` restores them bit for bit." if folds["reversible"] else ""),
+        "",
+    ]
+
+
+def _layer_line(layer: Report) -> str:
+    flags = "; ".join(f"{side.upper()} {flag}" for side in SIDES for flag in layer[side]["flags"])
+    worst = max(layer["attention_error"]["cache"])
+    amax = " | ".join(f"{layer[side]['amax']:.4g}" for side in SIDES)
+    return f"| {layer['index']} | {amax} | {worst:.4f} | {flags} |"

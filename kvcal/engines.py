@@ -36,6 +36,7 @@ class EngineSpec:
             backend; measured on one GPU at one long context, so an order of magnitude.
         executes_online: whether it runs rotations of K and Q, or adds an offset to K, that a checkpoint asks
             for; every engine so far ignores them.
+        skips_layers: whether it can keep single layers in 16 bits, and their Q with them.
     """
 
     name: str
@@ -51,6 +52,7 @@ class EngineSpec:
     backends: dict[str, str]
     decode_time: dict[str, float]
     executes_online: bool
+    skips_layers: bool
 
     def scale_name(self, layer: LayerSpec, side: str) -> str:
         """Name of the tensor that holds the scale of k, v or q."""
@@ -188,6 +190,8 @@ VLLM = EngineSpec(
     },
     # compressed_tensors/transform/linear.py makes transforms of linear layers alone
     executes_online=False,
+    # config/cache.py kv_cache_dtype_skip_layers; layers/attention/attention.py then takes "auto" for a layer
+    skips_layers=True,
 )
 
 ENGINES: tuple[EngineSpec, ...] = (VLLM,)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvcal import engines, exactness, formats, granularity
@@ -11,7 +13,7 @@ from kvcal.engines import Deliver, EngineSpec
 from kvcal.errors import PlanRefused
 from kvcal.formats import KVFormat
 from kvcal.granularity import Granularity
-from kvcal.recipe import MIN_TOKENS, SIDES, Folds, Recipe
+from kvcal.recipe import MIN_TOKENS, SIDES, Folds, Mixed, Recipe
 
 REFERENCE_BITS = 16  # an unquantized cache is BF16 or FP16
 
@@ -20,7 +22,8 @@ REFERENCE_BITS = 16  # an unquantized cache is BF16 or FP16
 class Plan:
     """A calibration that can be carried out and whose result the engine will load.
 
-    ``granularity`` is that of the static scales to be written; None where none are.
+    ``granularity`` is that of the static scales to be written; None where none are. ``skipped_layers`` stay
+    in 16 bits; which ones a mixed recipe leaves to what is measured, and until then there are none.
     """
 
     recipe: Recipe
@@ -32,6 +35,7 @@ class Plan:
     seq_len: int
     evaluation_seq_len: int
     notices: tuple[str, ...]
+    skipped_layers: tuple[int, ...] = ()
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -56,7 +60,7 @@ class Plan:
 
     @property
     def bytes_per_token_quantized(self) -> float:
-        """The same in the planned format. Static scales belong to the model, not to tokens."""
+        """The same in the planned format but for skipped layers. Static scales belong to no token."""
         return self.model.cached_elements_per_token * self._bits / 8
 
     @property
@@ -79,12 +83,19 @@ class Plan:
 
     @property
     def _bits(self) -> float:
-        """Bits per cached element that grow with the tokens: codes, and the scales of a dynamic format."""
-        vectors = sum(2 * layer.kv_heads for layer in self.layers)
-        return (
-            self.format.bits_per_element
-            + self.format.scale_bits * vectors / self.model.cached_elements_per_token
-        )
+        return bits_over(self.layers, self.format, self.skipped_layers)
+
+
+def bits_over(layers: Sequence[LayerSpec], fmt: KVFormat, skipped: Collection[int] = ()) -> float:
+    """Bits per cached element of these layers that grow with the tokens: codes, and the scales of a dynamic
+    format; 16 in a skipped layer.
+    """
+    elements = [layer.kv_heads * layer.head_dim for layer in layers]
+    bits = [
+        REFERENCE_BITS if layer.index in skipped else fmt.bits_per_element + fmt.scale_bits / layer.head_dim
+        for layer in layers
+    ]
+    return sum(map(operator.mul, elements, bits)) / sum(elements)
 
 
 def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
@@ -109,6 +120,8 @@ def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
     if recipe.schemes:
         reasons.append("the recipe names schemes to compare; use kvcal compare --recipe")
     reasons += _about_transforms(recipe, model, engine, deliver)
+    if recipe.mixed is not None:
+        reasons += _about_mixed(recipe.mixed, model, engine, fmt)
     if model.max_context < MIN_TOKENS:
         reasons.append(
             f"the model's context of {model.max_context} tokens is shorter than the {MIN_TOKENS} of a sample;"
@@ -144,6 +157,26 @@ def sample_lengths(recipe: Recipe, model: ModelSpec) -> tuple[dict[str, int], tu
                 f"{name}: samples are cut from {wanted} to {model.max_context} tokens, the model's context"
             )
     return lengths, tuple(notices)
+
+
+def _about_mixed(mixed: Mixed, model: ModelSpec, engine: EngineSpec, fmt: KVFormat) -> list[str]:
+    if not engine.skips_layers:
+        return [f"mixed: {engine.name} keeps one format in all layers; leave mixed out"]
+    if mixed.bits_budget is None:  # with every layer in 16 bits any KL is kept
+        return []
+    fewest = bits_over(model.layers, fmt)
+    if mixed.bits_budget < fewest:
+        return [
+            f"mixed.bits_budget {mixed.bits_budget:g} is below the {fewest:g} bits per element of {fmt.name},"
+            f" and {engine.name} can only leave layers in {REFERENCE_BITS} bits; allow {fewest:g} or more, or"
+            " choose another format"
+        ]
+    if mixed.bits_budget >= REFERENCE_BITS:
+        return [
+            f"mixed.bits_budget {mixed.bits_budget:g} leaves the whole cache in {REFERENCE_BITS} bits;"
+            f" give {fewest:g} or more and less than {REFERENCE_BITS}"
+        ]
+    return []
 
 
 def _about_transforms(recipe: Recipe, model: ModelSpec, engine: EngineSpec, deliver: Deliver) -> list[str]:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvcal import arch, exactness, formats, granularity, plan
+from kvcal import arch, engines, exactness, formats, granularity, plan
 from kvcal.engines import VLLM
 from kvcal.errors import PlanRefused
 from kvcal.recipe import Recipe
@@ -218,3 +219,51 @@ def test_samples_as_long_as_the_context_are_left_alone() -> None:
     planned = resolve({"calibration.seq_len": 256, "evaluation.seq_len": 255}, max_position_embeddings=256)
     assert (planned.seq_len, planned.evaluation_seq_len) == (256, 255)
     assert planned.notices == ()
+
+
+@pytest.mark.parametrize(("name", "bits"), [("fp8", 8.0), ("int8_per_token_head", 8.25)])
+def test_skipped_layers_count_16_bits(name: str, bits: float) -> None:
+    planned = resolve({"format": name, "mixed.max_kl": 0.01})
+    assert planned.skipped_layers == ()
+    skipping = replace(planned, skipped_layers=tuple(range(0, 80, 4)))
+    mean = (60 * bits + 20 * 16) / 80
+    assert skipping.bytes_per_token_quantized == 2 * 80 * 8 * 128 * mean / 8
+    assert skipping.bytes_per_token_reference == planned.bytes_per_token_reference
+    assert skipping.bits_per_element - mean == pytest.approx(planned.bits_per_element - bits, abs=1e-12)
+
+
+def test_bits_of_some_layers_weigh_each_by_its_elements() -> None:
+    first = resolve({}).layers[0]
+    layers = [first, replace(first, index=1, head_dim=64), replace(first, index=2, kv_heads=4)]
+    int8 = formats.get("int8_per_token_head")
+    assert plan.bits_over(layers, int8) == (1024 * 8.25 + 512 * 8.5 + 512 * 8.25) / 2048
+    assert plan.bits_over(layers, int8, skipped=(1,)) == (1024 * 8.25 + 512 * 16 + 512 * 8.25) / 2048
+
+
+@pytest.mark.parametrize("budget", [8.25, 12.0, 15.99])
+def test_a_budget_that_the_format_can_keep_is_planned(budget: float) -> None:
+    changes = {"format": "int8_per_token_head", "mixed.bits_budget": budget}
+    assert resolve(changes).recipe.mixed is not None
+
+
+def test_a_budget_below_the_format_is_refused_with_what_would_work() -> None:
+    assert refused({"format": "int8_per_token_head", "mixed.bits_budget": 8.0}) == [
+        "mixed.bits_budget 8 is below the 8.25 bits per element of int8_per_token_head, and vllm can only"
+        " leave layers in 16 bits; allow 8.25 or more, or choose another format"
+    ]
+    assert refused({"format": "fp8", "mixed.bits_budget": 4.25})[0].startswith(
+        "mixed.bits_budget 4.25 is below"
+    )
+
+
+def test_a_budget_that_quantizes_nothing_is_refused() -> None:
+    (reason,) = refused({"mixed.bits_budget": 16.0})
+    assert reason == (
+        "mixed.bits_budget 16 leaves the whole cache in 16 bits; give 8 or more and less than 16"
+    )
+
+
+def test_mixed_is_refused_where_the_engine_skips_no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "ENGINES", (replace(VLLM, skips_layers=False),))
+    assert refused({"mixed.max_kl": 0.01}) == ["mixed: vllm keeps one format in all layers; leave mixed out"]
+    assert resolve({}).recipe.mixed is None

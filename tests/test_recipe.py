@@ -185,6 +185,25 @@ def test_override_replaces_dotted_fields_and_leaves_the_rest() -> None:
     assert base.calibration.samples == 3
 
 
+def test_one_limit_of_mixed_formats_is_given() -> None:
+    assert faults("mixed: {}") == ["mixed: found {}; needs one of bits_budget and max_kl"]
+    assert len(faults("mixed: {bits_budget: 9.0, max_kl: 0.1}")) == 1
+    assert faults("mixed: {max_kl: 0, passes: 1, samples: 0, bits: 4}") == [
+        "mixed.max_kl: found 0; should be greater than 0",
+        "mixed.passes: found 1; should be greater than or equal to 2",
+        "mixed.samples: found 0; should be greater than or equal to 1",
+        "mixed.bits: unknown field; known here: bits_budget, max_kl, passes, samples",
+    ]
+    assert recipe.parse_text("mixed: {bits_budget: 9.5}", "x").mixed == recipe.Mixed(bits_budget=9.5)
+
+
+def test_a_field_of_a_section_that_is_left_out_opens_it() -> None:
+    changed = Recipe().override({"mixed.max_kl": 0.01, "mixed.passes": 8})
+    assert changed.mixed == recipe.Mixed(max_kl=0.01, passes=8)
+    with pytest.raises(RecipeError, match="command line: mixed: "):
+        changed.override({"mixed.bits_budget": 9.0})
+
+
 def test_override_reaches_sections_that_are_left_out() -> None:
     changed = Recipe().override({"weights": {"scheme": "W4A16"}, "folds.samples": 3, "deliver": "both"})
     assert changed.weights == recipe.Weights(scheme="W4A16")

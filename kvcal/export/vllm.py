@@ -4,7 +4,9 @@ Names: ``<attention module>.{k,v,q}_scale`` float32, mapped by ``get_cache_scale
 vllm/model_executor/layers/quantization/base_config.py. Config: ``kv_cache_scheme`` of
 ``CompressedTensorsConfig``; ``config_groups`` must be there, since only then does ``get_quant_config``
 (model_loader/weight_utils.py) tell the loader how many heads there are. Q travels too: kernels that
-compute attention in FP8 round it with ``q_scale``, and a missing one is 1.0 without a word.
+compute attention in FP8 round it with ``q_scale``, and a missing one is 1.0 without a word. Skipped layers
+have scales too: a 16-bit cache leaves them unused, and whoever serves without the list of skipped layers gets
+calibrated ones.
 """
 
 from __future__ import annotations
@@ -58,5 +60,11 @@ def tensor_names(plan: Plan) -> dict[str, tuple[int, Side]]:
 
 
 def serve_command(folder: str, plan: Plan) -> list[str]:
-    """The command that serves the checkpoint over the quantized cache."""
-    return ["vllm", "serve", folder, "--kv-cache-dtype", plan.engine.cache_dtype[plan.format.name]]
+    """The command that serves the checkpoint over the quantized cache.
+
+    Skipped layers are no matter of the checkpoint: vLLM reads them from its command line alone.
+    """
+    command = ["vllm", "serve", folder, "--kv-cache-dtype", plan.engine.cache_dtype[plan.format.name]]
+    if plan.skipped_layers:
+        command += ["--kv-cache-dtype-skip-layers", *map(str, plan.skipped_layers)]
+    return command

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcal.plan import Plan
 from kvcal.recipe import SIDES
-from kvcal.report import DELIVERED, Report, fidelity_rows, nats
+from kvcal.report import DELIVERED, Report, fidelity_rows, mixed_rows, mixed_summary, nats
 
 
 def render(report: Report, plan: Plan, source_name: str) -> str:
@@ -32,6 +32,7 @@ def render(report: Report, plan: Plan, source_name: str) -> str:
         f" {per_token['quantized']:,.0f} quantized ({report['bits_per_element']:.3f} bits per element).",
         "",
         *_folds_lines(folds),
+        *_mixed_lines(report["mixed"]),
         "| gate | value | limit | |",
         "|---|---:|---:|---|",
         *(
@@ -66,6 +67,20 @@ def _folds_lines(folds: Report | None) -> list[str]:
         f" {proof['block_error']:.1g}; KL of the written checkpoint to the original, nothing quantized:"
         f" {proof['kl']:.2g} nats ({proof['allowed_kl']:.2g} would be rounding)."
         + (" `kvcal unfold` restores them bit for bit." if folds["reversible"] else ""),
+        "",
+    ]
+
+
+def _mixed_lines(mixed: Report | None) -> list[str]:
+    if mixed is None:
+        return []
+    summary = mixed_summary(mixed)
+    return [
+        f"{summary[0].upper()}{summary[1:]}.",
+        "",
+        "| layers | KL alone | cache |",
+        "|---|---:|---|",
+        *(f"| {' | '.join(row)} |" for row in mixed_rows(mixed)),
         "",
     ]
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from kvcal import calibrate, data, evaluate, folding, manifest, objectives, scales, validate
+from kvcal import calibrate, data, evaluate, folding, manifest, mixed, objectives, scales, validate
 from kvcal.cache import QuantizedCache
 from kvcal.errors import ModelError
 from kvcal.evaluate import Evaluation
 from kvcal.export.folded import Folding
+from kvcal.mixed import Mixture
 from kvcal.plan import Plan
 from kvcal.progress import Narrator
 from kvcal.recipe import Side
@@ -91,13 +92,18 @@ class Folds:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the run found. ``before`` is the same cache in front of unfolded weights, if any were folded."""
+    """What the run found.
+
+    ``before`` is the same cache in front of unfolded weights, if any were folded. ``mixed`` is the choice of
+    layers to skip, if there was one.
+    """
 
     statistics: Statistics
     cache: QuantizedCache
     validation: Validation
     evaluation: Evaluation
     before: Evaluation | None = None
+    mixed: Mixture | None = None
 
     def summaries(self, plan: Plan) -> dict[int, dict[Side, scales.SideSummary]]:
         """What the report says of each layer and side."""
@@ -139,18 +145,29 @@ def fold(job: Job) -> Folds:
 
 
 def measure(job: Job, folds: Folds | None) -> Outcome:
-    """Statistics, scales, errors and fidelity of the model with its folds."""
+    """Statistics, scales, errors and fidelity of the model with its folds.
+
+    A mixed recipe's judging text sets no scales, and the job's plan is then one with skipped layers.
+    """
     weights: Weights = nullcontext if folds is None else folds.weights
+    wanted, text, choice = job.plan.recipe.mixed, job.text, None
+    if wanted is not None:
+        text, judging = folding.split(job.text, wanted.samples)
     with weights():
-        statistics = _statistics(job, "calibrate folded" if folds else "calibrate", job.text)
+        statistics = _statistics(job, "calibrate folded" if folds else "calibrate", text)
         cache = _cache(job.plan, statistics, job.model)
+        if wanted is not None:
+            choice = mixed.choose(job.model, job.plan, cache, judging, job.narrator)
+            job.plan = dataclasses.replace(job.plan, skipped_layers=choice.skipped)
+            cache = dataclasses.replace(cache, skipped=choice.skipped)
+            job.clock.lap("sensitivity")
         validation = validated(job.model, cache, job.held_out, job.narrator)
     job.clock.lap("validate")
     caches = {"after": (cache, weights)}
     if folds is not None:
         caches["before"] = (_cache(job.plan, folds.statistics, job.model), nullcontext)
     found = _evaluations(job, caches)
-    return Outcome(statistics, cache, validation, found["after"], found.get("before"))
+    return Outcome(statistics, cache, validation, found["after"], found.get("before"), choice)
 
 
 def prove_written(folds: Folds, written: Any) -> Folds:
@@ -190,13 +207,14 @@ def _statistics(job: Job, name: str, text: data.TokenSet) -> Statistics:
 def _cache(plan: Plan, statistics: Statistics, model: Any) -> QuantizedCache:
     """The cache that the engine would keep for a model with these statistics and its present weights."""
     if plan.format.dynamic:
-        return QuantizedCache(plan.format)
+        return QuantizedCache(plan.format, skipped=plan.skipped_layers)
     if plan.granularity is None:
-        return QuantizedCache(plan.format, scales.unit(plan))
+        return QuantizedCache(plan.format, scales.unit(plan), skipped=plan.skipped_layers)
     weights = (
         objectives.value_weights(model, plan.model) if plan.recipe.scale.objective == "attention" else None
     )
-    return QuantizedCache(plan.format, scales.compute(statistics, plan, value_weights=weights))
+    found = scales.compute(statistics, plan, value_weights=weights)
+    return QuantizedCache(plan.format, found, skipped=plan.skipped_layers)
 
 
 def _evaluations(job: Job, caches: dict[str, tuple[QuantizedCache, Weights]]) -> dict[str, Evaluation]:

@@ -35,6 +35,14 @@ Deliver = Annotated[
         help="metadata (static scales), fold (into the weights) or both; by default what the engine loads.",
     ),
 ]
+MaxKL = Annotated[
+    float | None,
+    typer.Option("--max-kl", help="Keep layers in 16 bits until the KL is at most this, in nats."),
+]
+BitsBudget = Annotated[
+    float | None,
+    typer.Option("--bits-budget", help="Keep the best layers in 16 bits that these bits per element allow."),
+]
 Dataset = Annotated[
     str | None,
     typer.Option(
@@ -76,6 +84,8 @@ CALIBRATION_FIELDS: dict[str, tuple[str, ...]] = {
     **{option: (option,) for option in ("format", "granularity", "engine", "deliver")},
     **{option: (f"calibration.{option}",) for option in ("samples", "batch_size", "seed")},
     "evaluation_samples": ("evaluation.samples",),
+    "max_kl": ("mixed.max_kl",),
+    "bits_budget": ("mixed.bits_budget",),
 }
 
 

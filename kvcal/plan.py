@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -95,7 +94,7 @@ def bits_over(layers: Sequence[LayerSpec], fmt: KVFormat, skipped: Collection[in
         REFERENCE_BITS if layer.index in skipped else fmt.bits_per_element + fmt.scale_bits / layer.head_dim
         for layer in layers
     ]
-    return sum(map(operator.mul, elements, bits)) / sum(elements)
+    return sum(n * each for n, each in zip(elements, bits, strict=True)) / sum(elements)
 
 
 def resolve(recipe: Recipe, model: ModelSpec) -> Plan:

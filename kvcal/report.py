@@ -20,10 +20,13 @@ if TYPE_CHECKING:  # rows are only read here; `kvcal plan` need not wait for tor
     from kvcal.evaluate import Evaluation
     from kvcal.gates import GateResult
     from kvcal.measure import Folds, Outcome
+    from kvcal.mixed import Mixture
     from kvcal.scales import SideSummary
     from kvcal.validate import Validation
 
 Report = dict[str, Any]
+
+_SHOWN = 12  # groups of layers in the terminal
 
 DELIVERED = {
     "metadata": "static scales beside the weights",
@@ -61,6 +64,8 @@ def build(
             "implementation": validation.implementation,
         },
         **_size(plan),
+        "skipped_layers": list(plan.skipped_layers),
+        "mixed": _mixed(plan, outcome.mixed),
         "layers": [
             _layer(index, sides, validation) for index, sides in sorted(outcome.summaries(plan).items())
         ],
@@ -84,6 +89,15 @@ def _folds(folds: Folds | None, outcome: Outcome) -> Report | None:
     }
 
 
+def _mixed(plan: Plan, found: Mixture | None) -> Report | None:
+    """Also the record that evaluation of the written checkpoint reads."""
+    wanted = plan.recipe.mixed
+    if wanted is None or found is None:
+        return None
+    limits = {"max_kl": wanted.max_kl, "bits_budget": wanted.bits_budget}
+    return {**limits, "skipped_layers": list(plan.skipped_layers), **asdict(found)}
+
+
 def plan_document(plan: Plan, source_name: str) -> Report:
     """The document behind ``kvcal plan --json``."""
     first = plan.layers[0]
@@ -102,6 +116,7 @@ def plan_document(plan: Plan, source_name: str) -> Report:
         **_size(plan),
         "scale_bytes": plan.scale_bytes,
         "engine": _engine(plan, broken=[]),
+        "mixed": plan.recipe.mixed.model_dump() if plan.recipe.mixed else None,
         "folds": exactness.table(plan.model) if plan.folds else None,
         "advice": advice(plan),
         "calibration_tokens_at_most": plan.recipe.calibration.samples * plan.seq_len,
@@ -153,11 +168,19 @@ def print_plan(console: Console, document: Report) -> None:
         f"{per_token['reference']:,.0f} bytes in 16 bits, {per_token['quantized']:,.0f} quantized"
         f" ({ratio:.2f}x less)",
     )
+    if document["mixed"] is not None:
+        table.add_row("16-bit layers", _limit(document["mixed"]))
     table.add_row("engine", f"{engine['name']} {engine['version']} consumes it: {engine['reasons'][0]}")
     if document["folds"] is not None:
         exact = [name for name, why_not in document["folds"].items() if why_not is None]
         table.add_row("exact folds", ", ".join(exact))
     console.print(table, highlight=False)
+
+
+def _limit(mixed: Report) -> str:
+    if mixed["max_kl"] is not None:
+        return f"as few as keep KL within {mixed['max_kl']:g} nats; none is counted above"
+    return f"the best ones that {mixed['bits_budget']:g} bits per element allow; none is counted above"
 
 
 def print_advice(console: Console, document: Report) -> None:
@@ -170,6 +193,7 @@ def print_report(console: Console, report: Report) -> None:
     _print_verdict(console, report)
     print_fidelity(console, report, report["folds"] and report["folds"]["before"])
     print_folds(console, report["folds"])
+    print_mixed(console, report["mixed"])
     error = report["attention_error"]
     console.print(
         f"attention error {error['mean']:.4f} mean, {error['worst']:.4f} worst (layer"
@@ -229,6 +253,40 @@ def print_folds(console: Console, folds: Report | None) -> None:
             f" from the original (rounding: {proof['rounding_kl']:.1g}); {back}",
             highlight=False,
         )
+
+
+def print_mixed(console: Console, mixed: Report | None) -> None:
+    """The layers that cost most, and which of them stay in 16 bits."""
+    if mixed is None:
+        return
+    console.print(mixed_summary(mixed), highlight=False)
+    table = Table()
+    for heading in ("layers", "KL alone", "cache"):
+        table.add_column(heading)
+    rows = mixed_rows(mixed)
+    for row in rows[:_SHOWN]:
+        table.add_row(*row)
+    console.print(table)
+    if len(rows) > _SHOWN:
+        console.print(f"and {len(rows) - _SHOWN} more that cost less, in report.json", highlight=False)
+
+
+def mixed_summary(mixed: Report) -> str:
+    """What was chosen and measured, in a sentence."""
+    skipped = ", ".join(map(str, mixed["skipped_layers"])) or "none"
+    return (
+        f"layers in 16 bits: {skipped}; over {mixed['tokens']:,} calibration tokens KL {nats(mixed['kl_mean'])}"
+        f" (sum of the layers {nats(mixed['kl_sum'])}), {nats(mixed['kl_mean_all'])} with every layer quantized"
+    )
+
+
+def mixed_rows(mixed: Report) -> list[tuple[str, str, str]]:
+    """Layers, KL and decision of each group, the costliest first."""
+    groups = sorted(mixed["groups"], key=lambda group: -group["kl_mean"])
+    return [
+        (", ".join(map(str, g["layers"])), nats(g["kl_mean"]), "16 bits" if g["skipped"] else "quantized")
+        for g in groups
+    ]
 
 
 def print_validation(console: Console, validation: Validation) -> None:

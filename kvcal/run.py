@@ -20,6 +20,7 @@ from kvcal import (
     manifest,
     markdown,
     measure,
+    mixed,
     models,
     opening,
     plan,
@@ -78,6 +79,7 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
             base, folds = _quantize_weights(job, source.folder, folds, stage, device, request)
             resolved, onto_base = job.plan, None  # folded already
         outcome = measure.measure(job, onto_base)
+        resolved = replace(resolved, skipped_layers=job.plan.skipped_layers)
         compute = manifest.compute_of(job.model)
 
         results = gates.apply(recipe.gates, outcome.evaluation.cache, outcome.validation)
@@ -107,6 +109,8 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
                 manifest.build(source, resolved, compute, text, held_out, clock.laps)
                 | {"sha256": bundle.hashes(stage.folder, onto_base.folding.tensors if onto_base else ())},
             )
+            if document["mixed"] is not None:
+                bundle.write_json(stage.records / mixed.RECORD, document["mixed"])
             bundle.write_json(stage.records / "report.json", document)
             text_document = markdown.render(document, resolved, source.name)
             (stage.records / "report.md").write_text(text_document, encoding="utf-8")
@@ -272,6 +276,9 @@ def _reopen(
     model_spec = arch.read(sources.read_config(folder))
     # Folds are in the weights already, so quantized weights are no obstacle to them any more.
     resolved = plan.resolve(recipe, replace(model_spec, quant_method=None))
+    if recipe.mixed is not None:
+        skipped = mixed.read_skipped(records / mixed.RECORD, resolved)
+        resolved = replace(resolved, skipped_layers=skipped)
     cache = _written_cache(folder, resolved)
     tokenizer = models.load_tokenizer(folder, request.trust)
     model = opening.load(folder, resolved, models.device_named(request.device), request, narrator)
@@ -280,10 +287,11 @@ def _reopen(
 
 def _written_cache(folder: Path, resolved: plan.Plan) -> QuantizedCache:
     """The cache that the engine keeps for a checkpoint."""
+    skipped = resolved.skipped_layers
     if resolved.format.dynamic:
-        return QuantizedCache(resolved.format)
+        return QuantizedCache(resolved.format, skipped=skipped)
     if resolved.granularity is None:
-        return QuantizedCache(resolved.format, scales.unit(resolved))
+        return QuantizedCache(resolved.format, scales.unit(resolved), skipped=skipped)
     path = folder / bundle.RECORDS / "scales.safetensors"
     if not path.is_file():
         raise ModelError(f"{folder}: its records lack {path.name}; calibrate again")
@@ -291,7 +299,7 @@ def _written_cache(folder: Path, resolved: plan.Plan) -> QuantizedCache:
     announced = {layer.index: set(recipes.SIDES) for layer in resolved.layers}
     if {index: set(sides) for index, sides in found.layers.items()} != announced:
         raise ModelError(f"{folder}: its scales cover other layers than its config.json announces")
-    return QuantizedCache(resolved.format, found)
+    return QuantizedCache(resolved.format, found, skipped=skipped)
 
 
 def _default_output(source: sources.Source, resolved: plan.Plan) -> Path:

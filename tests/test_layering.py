@@ -79,6 +79,7 @@ RANKS: dict[str, float] = {
     "preflight": 10.5,
     "manifest": 10,
     "unfold": 10,
+    "mixed": 10.1,
     "measure": 10.2,
     "report": 10.5,
     "markdown": 10.6,

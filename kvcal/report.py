@@ -274,9 +274,10 @@ def print_mixed(console: Console, mixed: Report | None) -> None:
 def mixed_summary(mixed: Report) -> str:
     """What was chosen and measured, in a sentence."""
     skipped = ", ".join(map(str, mixed["skipped_layers"])) or "none"
+    chosen, alone, every = (nats(mixed[key]) for key in ("kl_mean", "kl_sum", "kl_mean_all"))
     return (
-        f"layers in 16 bits: {skipped}; over {mixed['tokens']:,} calibration tokens KL {nats(mixed['kl_mean'])}"
-        f" (sum of the layers {nats(mixed['kl_sum'])}), {nats(mixed['kl_mean_all'])} with every layer quantized"
+        f"layers in 16 bits: {skipped}; over {mixed['tokens']:,} calibration tokens KL {chosen} (sum of the"
+        f" layers {alone}), {every} with every layer quantized"
     )
 
 

@@ -57,10 +57,9 @@ class Basis:
         return x if self.offset is None else x + self.offset
 
     def to(self, device: torch.device) -> Basis:
-        return Basis(
-            *(None if t is None else t.to(device) for t in (self.offset, self.forward, self.back)),
-            self.rms.to(device),
-        )
+        parts = (self.offset, self.forward, self.back)
+        offset, forward, back = (part if part is None else part.to(device) for part in parts)
+        return Basis(offset, forward, back, self.rms.to(device))
 
 
 def choose(
@@ -86,11 +85,11 @@ def choose(
     moments = mine.moments / int(mine.tokens)
     if scheme.center:
         moments = moments - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+    forward: torch.Tensor | None = None
+    back: torch.Tensor | None = None
     if scheme.basis == "balanced":
         forward, back = _balanced(*_cost(side, seen, moments, output))
-    elif scheme.basis == "none":
-        forward = back = None
-    else:
+    elif scheme.basis != "none":
         forward = _orthogonal(scheme.basis, head_dim, seed).expand(kv_heads, -1, -1)
         back = forward.mT
     turned = moments if forward is None else forward @ moments @ forward.mT
@@ -108,7 +107,8 @@ def read_by(projection: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Ten
 
     ``projection`` is the output projection's weight, ``(hidden, heads * head_dim)``.
     """
-    grouped = projection.detach().double().cpu().unflatten(-1, (kv_heads, -1, head_dim))
+    weight = projection.detach().double().cpu()
+    grouped = weight.reshape(len(weight), kv_heads, -1, head_dim)
     return torch.einsum("ohgd,ohge->hde", grouped, grouped)
 
 
@@ -121,7 +121,8 @@ def _cost(
         assert queries is not None
         return moments, queries
     weighted, weight = seen["v"].weighted_moments, seen["v"].weight
-    assert weighted is not None and weight is not None
+    assert weighted is not None
+    assert weight is not None
     return weighted / weight.clamp(min=1e-30)[:, None, None], output
 
 
@@ -149,7 +150,9 @@ def _regular(moments: torch.Tensor) -> torch.Tensor:
 def _power(matrix: torch.Tensor, exponent: float) -> torch.Tensor:
     values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
     floor = 1e-12 * values.amax(-1, keepdim=True)
-    return (vectors * torch.maximum(values, floor).pow(exponent).unsqueeze(-2)) @ vectors.mT
+    powers = torch.maximum(values, floor).pow(exponent)
+    found: torch.Tensor = (vectors * powers.unsqueeze(-2)) @ vectors.mT
+    return found
 
 
 def _orthogonal(kind: str, head_dim: int, seed: int) -> torch.Tensor:
@@ -159,7 +162,9 @@ def _orthogonal(kind: str, head_dim: int, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float64)
         q, r = torch.linalg.qr(drawn)
-        return q * r.diagonal().sign()  # otherwise not every rotation is as likely
+        # Signs make every rotation as likely as any other.
+        drawn.copy_(q * r.diagonal().sign())
+        return drawn
     if kind == "random_hadamard":
         signs = reference.random_signs(head_dim, seed).double()
         eye = eye * signs

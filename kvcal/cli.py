@@ -18,6 +18,7 @@ from kvcal import __version__, cli_bench, cli_recipes, terminal
 from kvcal.errors import EXIT_CODES, CheckFailed, GateFailed, KvcalError, UsageError
 from kvcal.options import (
     CALIBRATION_FIELDS,
+    COMPARISON_FIELDS,
     EVALUATION_FIELDS,
     AllowPickle,
     BatchSize,
@@ -27,6 +28,7 @@ from kvcal.options import (
     Deliver,
     Device,
     Engine,
+    EvaluationDataset,
     EvaluationSamples,
     Folder,
     Format,
@@ -37,6 +39,7 @@ from kvcal.options import (
     RecipeName,
     Revision,
     Samples,
+    Schemes,
     Seed,
     SeqLen,
     Split,
@@ -158,6 +161,53 @@ def plan(
     else:
         report.print_plan(terminal.console(), document)
         report.print_advice(terminal.console(), document)
+
+
+@app.command()
+def compare(
+    ctx: typer.Context,
+    model: Model,
+    schemes: Schemes = None,
+    recipe: RecipeName = None,
+    dataset: Dataset = None,
+    dataset_split: Split = None,
+    dataset_column: Column = None,
+    evaluation_dataset: EvaluationDataset = None,
+    samples: Samples = None,
+    evaluation_samples: EvaluationSamples = None,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    seed: Seed = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for compare.json, .md and .png.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output.")] = False,
+    revision: Revision = None,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
+    as_json: Json = False,
+) -> None:
+    """Measure ways to store K and V against each other: bits, KL, perplexity.
+
+    Example: kvcal compare --model demo --schemes fp8,kivi-4,balanced-4 --output comparison
+    """
+    from kvcal import comparison_report, run_compare
+    from kvcal.recipe import Gates
+
+    wanted = recipe_named(recipe, changes(ctx, COMPARISON_FIELDS))
+    if recipe is None:  # the default gates are meant for one calibration
+        wanted = wanted.model_copy(update={"gates": Gates()})
+    names = schemes.split(",") if schemes else wanted.schemes
+    request = request_of(model, revision, device, trust_remote_code, allow_pickle, output, overwrite)
+    document, rows = run_compare.run_compare(request, wanted, names, terminal.narrator())
+    if as_json:
+        terminal.print_json(document)
+    else:
+        comparison_report.print_comparison(terminal.console(), rows, document)
+        if output is not None:
+            terminal.console().print(f"written to {output}", highlight=False, soft_wrap=True)
+    failed = [gate["text"] for gate in document["gates"] if not gate["passed"]]
+    if failed:
+        terminal.fail(GateFailed("; ".join(failed)))
 
 
 @app.command()

@@ -23,15 +23,19 @@ def recipes_list(as_json: Json = False) -> None:
     """
     from kvcal import recipe
 
-    found = {name: recipe.load(name).description for name in recipe.shipped()}
-    if as_json:
-        terminal.print_json(found)
-    else:
-        indent = max(map(len, found)) + 2
-        columns = shutil.get_terminal_size().columns
-        for name, description in found.items():
-            line = f"{name:<{indent}}{description}"
-            typer.echo(textwrap.fill(line, columns, subsequent_indent=" " * indent))
+    _print_named({name: recipe.load(name).description for name in recipe.shipped()}, as_json)
+
+
+@app.command("schemes")
+def recipes_schemes(as_json: Json = False) -> None:
+    """List the schemes that `kvcal compare` knows by name.
+
+    Example: kvcal recipes schemes
+    """
+    from kvcal import scheme
+
+    found = {name: scheme.load(name).description for name in scheme.shipped()}
+    _print_named(found, as_json)
 
 
 @app.command("show")
@@ -76,3 +80,15 @@ def recipes_validate(
         terminal.print_json({"ok": True, "faults": []})
     else:
         typer.echo(f"{name}: valid")
+
+
+def _print_named(found: dict[str, str], as_json: bool) -> None:
+    """Names and what they stand for, as a document or as lines that fit the terminal."""
+    if as_json:
+        terminal.print_json(found)
+        return
+    indent = max(map(len, found)) + 2
+    columns = shutil.get_terminal_size().columns
+    for name, description in found.items():
+        line = f"{name:<{indent}}{description}"
+        typer.echo(textwrap.fill(line, columns, subsequent_indent=" " * indent))

@@ -10,6 +10,7 @@ on a histogram of values that each vector's range has brought into [-1, 1].
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import torch
@@ -24,8 +25,8 @@ _MAX_ROUNDS = 500
 def _gaussian(bits: int) -> tuple[float, ...]:
     levels = [math.sqrt(2) * 2 * (i + 0.5) / 2**bits for i in range(2 ** (bits - 1))]
     for _ in range(20_000):
-        edges = [0.0, *((a + b) / 2 for a, b in zip(levels, levels[1:], strict=False)), math.inf]
-        found = [_mean_between(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        edges = [0.0, *((a + b) / 2 for a, b in itertools.pairwise(levels)), math.inf]
+        found = [_mean_between(a, b) for a, b in itertools.pairwise(edges)]
         moved = max(abs(a - b) for a, b in zip(found, levels, strict=True))
         levels = found
         if moved < 1e-9:
@@ -52,8 +53,8 @@ def count(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def nuq(counts: torch.Tensor, bits: int) -> torch.Tensor:
     """Levels of weighted k-means, ascending, ``(2 ** bits,)`` float32.
 
-    Starts from equal shares of the weight, which ends in the same levels every time. A level that loses all
-    its values goes where the error is largest.
+    Starts from equal shares of the weight, which ends in the same levels every time; where shares fall
+    together, a level is added where the error is largest.
 
     Args:
         counts: weights by value, as :func:`count` gives them.
@@ -64,7 +65,7 @@ def nuq(counts: torch.Tensor, bits: int) -> torch.Tensor:
     number = 2**bits
     share = counts.cumsum(0) / counts.sum()
     starts = torch.searchsorted(share, (torch.arange(number, dtype=torch.float64) + 0.5) / number)
-    levels = centres[starts.clamp(max=BINS - 1)].unique()
+    levels = torch.unique(centres[starts.clamp(max=BINS - 1)])
     while len(levels) < number:
         levels = _split_worst(levels, centres, counts)
     for _ in range(_MAX_ROUNDS):
@@ -76,14 +77,16 @@ def nuq(counts: torch.Tensor, bits: int) -> torch.Tensor:
         levels = found
         if settled:
             break
-    return levels.float()
+    narrow: torch.Tensor = levels.float()
+    return narrow
 
 
 def _split_worst(levels: torch.Tensor, centres: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     nearest = torch.bucketize(centres, (levels[1:] + levels[:-1]) / 2)
     error = counts * (centres - levels[nearest]).square()
     error[torch.isin(centres, levels)] = -1  # or a histogram of few values would be split without end
-    return torch.cat([levels, centres[error.argmax()].reshape(1)]).unique()
+    found: torch.Tensor = torch.unique(torch.cat([levels, centres[error.argmax()].reshape(1)]))
+    return found
 
 
 def _mean_between(a: float, b: float) -> float:

@@ -71,7 +71,7 @@ def evaluate(
     cache: QuantizedCache,
     tokens: TokenSet,
     *,
-    on_tokens: Callable[[int], None] = lambda _: None,
+    on_tokens: Callable[[float], None] = lambda _: None,
 ) -> Evaluation:
     """Fidelity over one cache."""
     batch_size = plan.recipe.evaluation.batch_size
@@ -84,7 +84,7 @@ def evaluations(
     batch_size: int,
     tokens: TokenSet,
     *,
-    on_tokens: Callable[[int], None] = lambda _: None,
+    on_tokens: Callable[[float], None] = lambda _: None,
 ) -> dict[str, Evaluation]:
     """Fidelity over several caches, each with its weights; what is unquantized is computed once."""
     variants: dict[tuple[str, bool], Variant] = {}
@@ -103,19 +103,24 @@ def fidelities(
     batch_size: int,
     tokens: TokenSet,
     *,
-    on_tokens: Callable[[int], None] = lambda _: None,
+    on_tokens: Callable[[float], None] = lambda _: None,
 ) -> dict[Any, Fidelity]:
-    """Fidelity of each variant to the model as it is: one forward pass for each batch and variant."""
+    """Fidelity of each variant to the model as it is: one forward pass for each batch and variant.
+
+    ``on_tokens`` hears of each finished pass as its share of the batch's tokens.
+    """
     tallies = {name: _Tally() for name in variants}
     for batch in tokens.batches(batch_size):
         inputs = batch.inputs(model.device)
         keep = batch.attention_mask.bool().to(model.device)
         expected = model(**inputs, use_cache=False).logits
+        share = batch.tokens / (1 + len(variants))
+        on_tokens(share)
         for name, variant in variants.items():
             with variant.weights(), through(model, variant.cache, with_query=variant.with_query):
                 found = model(**inputs, use_cache=False).logits
             tallies[name].add(expected, found, inputs["input_ids"], keep)
-        on_tokens(batch.tokens)
+            on_tokens(share)
     return {name: tally.fidelity() for name, tally in tallies.items()}
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from kvcal.evaluate import Fidelity
 from kvcal.recipe import Gates
-from kvcal.validate import Validation
 
 
 @dataclass(frozen=True)
@@ -30,20 +29,20 @@ class GateResult:
 
 
 # Gate -> how its value is measured. Every field of Gates must be here; a test compares the two.
-MEASURES: dict[str, Callable[[Fidelity, Validation], float]] = {
+MEASURES: dict[str, Callable[[Fidelity, float], float]] = {
     "kl_mean": lambda fidelity, _: fidelity.kl_mean,
     "kl_p99": lambda fidelity, _: fidelity.kl_p99,
     "top1_agreement": lambda fidelity, _: fidelity.top1_agreement,
     "perplexity_increase": lambda fidelity, _: fidelity.perplexity / fidelity.perplexity_reference - 1,
-    "attention_error": lambda _, validation: validation.worst[1],
+    "attention_error": lambda _, worst: worst,
 }
 _AT_LEAST = ("top1_agreement",)
 
 
-def apply(gates: Gates, fidelity: Fidelity, validation: Validation) -> list[GateResult]:
-    """Results of the gates that the recipe sets."""
+def apply(gates: Gates, fidelity: Fidelity, attention_error: float) -> list[GateResult]:
+    """Results of the gates that the recipe sets; ``attention_error`` is that of the worst layer."""
     limits = {name: limit for name, limit in gates.model_dump().items() if limit is not None}
     return [
-        GateResult(name, limit, MEASURES[name](fidelity, validation), at_least=name in _AT_LEAST)
+        GateResult(name, limit, MEASURES[name](fidelity, attention_error), at_least=name in _AT_LEAST)
         for name, limit in limits.items()
     ]

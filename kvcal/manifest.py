@@ -18,6 +18,7 @@ from kvcal.data import TokenSet
 from kvcal.plan import Plan
 from kvcal.recipe import Text
 from kvcal.sources import Source
+from kvcal.trial import Trial
 
 
 def compute_of(model: Any) -> dict[str, str]:
@@ -31,7 +32,7 @@ def compute_of(model: Any) -> dict[str, str]:
 
 def build(
     source: Source,
-    plan: Plan,
+    plan: Plan | Trial,
     compute: dict[str, str],
     text: TokenSet,
     held_out: TokenSet,

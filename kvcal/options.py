@@ -50,6 +50,10 @@ Dataset = Annotated[
         help="builtin, a .jsonl, .parquet or .txt file, or a hub id. One document in five is held out.",
     ),
 ]
+EvaluationDataset = Annotated[
+    str | None,
+    typer.Option("--evaluation-dataset", help="Other text to judge with; by default what is held out."),
+]
 Split = Annotated[str | None, typer.Option("--dataset-split", help="Split of a hub dataset.")]
 Column = Annotated[str | None, typer.Option("--dataset-column", help="Text or chat column of a dataset.")]
 Samples = Annotated[int | None, typer.Option("--samples", help="Calibration samples.")]
@@ -67,6 +71,15 @@ AllowPickle = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Folder = Annotated[Path, typer.Argument(help="A checkpoint folder that kvcal wrote.")]
+
+Schemes = Annotated[
+    str | None,
+    typer.Option(
+        "--schemes",
+        help="Names or files of schemes, with commas between; by default all that kvcal ships (see `kvcal"
+        " recipes schemes`).",
+    ),
+]
 
 # Option of a command -> recipe fields that it overrides.
 _TEXT_FIELDS = {
@@ -87,6 +100,12 @@ CALIBRATION_FIELDS: dict[str, tuple[str, ...]] = {
     "max_kl": ("mixed.max_kl",),
     "bits_budget": ("mixed.bits_budget",),
 }
+# The evaluation's own dataset comes last, so that it wins over the one for both.
+COMPARISON_FIELDS: dict[str, tuple[str, ...]] = {
+    option: fields
+    for option, fields in CALIBRATION_FIELDS.items()
+    if option not in ("format", "granularity", "engine", "deliver")
+} | {"evaluation_dataset": ("evaluation.dataset",)}
 
 
 def changes(ctx: typer.Context, fields: dict[str, tuple[str, ...]]) -> dict[str, Any]:

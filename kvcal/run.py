@@ -82,7 +82,7 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
         resolved = replace(resolved, skipped_layers=job.plan.skipped_layers)
         compute = manifest.compute_of(job.model)
 
-        results = gates.apply(recipe.gates, outcome.evaluation.cache, outcome.validation)
+        results = gates.apply(recipe.gates, outcome.evaluation.cache, outcome.validation.worst[1])
         with bundle.translated_os_errors(stage.destination):
             base_config = sources.read_config(base).get("quantization_config")
             written = vllm.to_bundle(outcome.cache.scales, resolved, base_config)

@@ -125,15 +125,12 @@ class SideScheme(Section):
         if fmt.block:
             return self._faults_of_blocks(given)
         if self.granularity is None:
-            return [f"granularity: {self.format} needs one of {', '.join(granularity.names())}"]
-        faults = []
-        if (self.granularity == "per_group") != (self.group is not None and self.along is not None):
-            faults.append("per_group needs group and along, other granularities have neither")
-            return faults
+            return [f"granularity: {self.format} needs one of {', '.join(granularity.names())}, per_group"]
         try:
-            self.grouping  # noqa: B018
+            granularity.get(self.granularity, size=self.group, along=self.along)
         except UsageError as error:
             return [str(error)]
+        faults = []
         if not fmt.integer and (self.zero_point != "none" or self.codebook):
             faults.append(f"zero_point and codebook are for integers, not for {self.format}")
         faults += self._faults_of_static(given) if self.static else self._faults_of_dynamic(given)
@@ -208,7 +205,7 @@ class Scheme(Section):
     recent: Annotated[int, Field(ge=0)] = 0
     flush: Literal["token", "block"] = "token"
     mixed: Mixed | None = None
-    candidates: list[str] = []
+    candidates: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Scheme:
@@ -240,7 +237,8 @@ class Scheme(Section):
 
     def sides(self) -> dict[Literal["k", "v"], SideScheme]:
         """K and V of a scheme that is not mixed."""
-        assert self.k is not None and self.v is not None
+        assert self.k is not None
+        assert self.v is not None
         return {"k": self.k, "v": self.v}
 
     def bits_per_element(self, kv_heads: int, head_dim: int, context: int) -> float:

@@ -96,16 +96,18 @@ def fisher_levels(
 
         value = call.value.detach()
         ends = value.amin((1, 3), keepdim=True), value.amax((1, 3), keepdim=True)
-        call.key.register_hook(tally_key)
-        call.value.register_hook(
-            lambda gradient: _tally(counts[call.layer, "v"], value, gradient, *ends, skip)
-        )
+        call.key.register_hook(tally_key)  # type: ignore[no-untyped-call]
+
+        def tally_value(gradient: torch.Tensor) -> None:
+            _tally(counts[call.layer, "v"], value, gradient, *ends, skip)
+
+        call.value.register_hook(tally_value)  # type: ignore[no-untyped-call]
 
     with _differentiable(model), capture.intercept(model, see, rotary=before_rope):
         for sample in tokens.samples:
             ids = torch.tensor([sample], device=model.device)
             logits = model(ids, use_cache=False).logits[0, :-1].float()
-            torch.nn.functional.cross_entropy(logits, ids[0, 1:]).backward()
+            torch.nn.functional.cross_entropy(logits, ids[0, 1:]).backward()  # type: ignore[no-untyped-call]
             on_tokens(len(sample))
     return {
         index: {side: codebooks.nuq(counts[index, side], bits) for side in ("k", "v")} for index in layers

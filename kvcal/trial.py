@@ -98,7 +98,7 @@ def _of_size(part: SideScheme, head_dim: int) -> list[str]:
         return []
     if fmt.block and head_dim % fmt.block:
         return [f"{fmt.name} stores blocks of {fmt.block} channels; a head of {head_dim} is no multiple"]
-    if part.along == "channels" and part.group and head_dim % part.group:
+    if part.group and not part.by_tokens and head_dim % part.group:
         return [f"a head of {head_dim} channels does not divide into groups of {part.group}"]
     if fmt.dynamic and fmt.bits == 4 and head_dim % 2:
         return [f"{fmt.name} stores two channels in a byte; a head size of {head_dim} is odd"]

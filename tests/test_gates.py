@@ -7,14 +7,11 @@ import pytest
 from kvcal import gates
 from kvcal.evaluate import Fidelity
 from kvcal.recipe import Gates
-from kvcal.validate import LayerError, Validation
 
 FIDELITY = Fidelity(
     kl_mean=0.02, kl_p99=0.3, top1_agreement=0.95, perplexity=10.5, perplexity_reference=10.0, tokens=100
 )
-VALIDATION = Validation({0: LayerError([0.1, 0.4], [0.2, 0.5], [20.0, 19.0])}, "torch reference", 64)
-# Of a format that no kernel computes attention in.
-DYNAMIC = Validation({0: LayerError([0.1, 0.4], None, [20.0, None])}, "torch reference", 64)
+ATTENTION_ERROR = 0.4
 
 
 def test_every_gate_of_the_recipe_is_measured() -> None:
@@ -33,11 +30,10 @@ def test_every_gate_of_the_recipe_is_measured() -> None:
 )
 def test_a_gate_passes_up_to_its_limit(name: str, value: float, passing: float, failing: float) -> None:
     for limit, expected in ((passing, True), (failing, False)):
-        for validation in (VALIDATION, DYNAMIC):
-            (result,) = gates.apply(Gates(**{name: limit}), FIDELITY, validation)
-            assert result.name == name
-            assert result.value == pytest.approx(value)
-            assert result.passed is expected
+        (result,) = gates.apply(Gates(**{name: limit}), FIDELITY, ATTENTION_ERROR)
+        assert result.name == name
+        assert result.value == pytest.approx(value)
+        assert result.passed is expected
 
 
 def test_nan_never_passes() -> None:
@@ -46,7 +42,7 @@ def test_nan_never_passes() -> None:
 
 
 def test_gates_that_are_not_set_are_not_applied() -> None:
-    assert gates.apply(Gates(), FIDELITY, VALIDATION) == []
+    assert gates.apply(Gates(), FIDELITY, ATTENTION_ERROR) == []
 
 
 def test_the_text_names_value_and_limit() -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from kvcal.formats import KVFormat
+from kvcal.formats import FP8_E4M3, KVFormat
 from kvcal.granularity import Granularity
 from kvcal.kernels import codes
 
@@ -18,8 +18,6 @@ ZeroPoint = Literal["none", "integer", "float"]
 
 # What ``clip: search`` tries; of a Gaussian group of 64 the best is 0.96 at 4 bits and 0.64 at 2.
 SEARCHED_CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
-
-_SMALLEST_E4M3, _LARGEST_E4M3 = 2.0**-9, 448.0
 
 
 def quantize_dequantize(
@@ -63,14 +61,14 @@ def quantize_dequantize(
         else:
             best = torch.where(off < error, found, best)
             error = torch.minimum(off, error)
-    assert best is not None
-    return grouping.from_canonical(best, x.shape)
+    back: torch.Tensor = grouping.from_canonical(best, x.shape)
+    return back
 
 
 def nearest_level(x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
     """Each value's nearest of ``levels`` (ascending, ``(n,)``)."""
     middles = (levels[1:] + levels[:-1]) / 2
-    return levels[torch.bucketize(x, middles)]
+    return levels[torch.bucketize(x.contiguous(), middles)]
 
 
 def with_gaussian_levels(
@@ -80,7 +78,8 @@ def with_gaussian_levels(
     groups = grouping.to_canonical(x.float())
     scale = _stored(groups.square().mean(-1, keepdim=True).sqrt(), scale_bits, None)
     safe = torch.where(scale == 0, 1.0, scale)
-    return grouping.from_canonical(nearest_level(groups / safe, levels) * scale, x.shape)
+    back: torch.Tensor = grouping.from_canonical(nearest_level(groups / safe, levels) * scale, x.shape)
+    return back
 
 
 def with_levels_over_range(
@@ -120,14 +119,14 @@ def _through(
 def _stored(scale: torch.Tensor, bits: int, unit: torch.Tensor | None) -> torch.Tensor:
     """A scale as it is read back. At 8 bits never 0, for that would erase a group that is only small."""
     if bits == 8:
-        counted = (scale / _unit(unit)).clamp(_SMALLEST_E4M3, _LARGEST_E4M3)
+        counted = (scale / _unit(unit)).clamp(FP8_E4M3.min_subnormal, FP8_E4M3.max)
         return counted.to(torch.float8_e4m3fn).float() * _unit(unit)
     return scale.half().float() if bits == 16 else scale
 
 
 def _stored_signed(low: torch.Tensor, bits: int, unit: torch.Tensor | None) -> torch.Tensor:
     if bits == 8:
-        counted = (low / _unit(unit)).clamp(-_LARGEST_E4M3, _LARGEST_E4M3)
+        counted = (low / _unit(unit)).clamp(-FP8_E4M3.max, FP8_E4M3.max)
         return counted.to(torch.float8_e4m3fn).float() * _unit(unit)
     return low.half().float() if bits == 16 else low
 

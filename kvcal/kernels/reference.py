@@ -21,7 +21,12 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: KVFormat) -> torch.Tenso
 
     Division, not multiplication by a reciprocal: it is what vLLM's cache write does
     (csrc/quantization/w8a8/fp8/nvidia/quant_utils.cuh, scaled_vec_conversion).
+
+    Raises:
+        ValueError: ``fmt`` is not FP8; ``codes`` has the others.
     """
+    if fmt.integer or fmt.bits != 8:
+        raise ValueError(f"quantize rounds FP8; of {fmt.name} kernels.codes knows the codes")
     scaled = x.float() / _over_heads(scale)
     return scaled.clamp(-fmt.max, fmt.max).to(getattr(torch, fmt.storage_dtype))
 

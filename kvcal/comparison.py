@@ -1,0 +1,206 @@
+"""Schemes side by side on one model: loaded once, calibrated in one pass, one shared reference pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kvcal import calibrate, capture, second_pass, storage
+from kvcal.cache import Cache
+from kvcal.calibrate import View
+from kvcal.data import TokenSet
+from kvcal.evaluate import Fidelity, Variant, fidelities
+from kvcal.kernels import reference
+from kvcal.progress import Narrator
+from kvcal.scheme import Scheme
+from kvcal.statistics import Statistics
+from kvcal.trial import Trial, served_as
+
+# Samples of a backward pass: enough for codebooks of 16 levels, and what memory and time allow.
+_FISHER_SAMPLES = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One scheme.
+
+    Attributes:
+        scheme: its name.
+        description: what it is.
+        source: where it comes from.
+        bits_per_element: in a sequence as long as an evaluated one, tokens in 16 bits included.
+        bits_at_full_context: the same at the model's longest context.
+        fidelity: of the whole model on held-out text.
+        worst_layer: index of the layer whose attention output errs most, and its relative error.
+        worst_error: ``‖ô - o‖ / ‖o‖`` there.
+        serves: vLLM's cache dtype that stores exactly this, if there is one.
+        efficient: no other row is better in bits and KL.
+    """
+
+    scheme: str
+    description: str
+    source: str
+    bits_per_element: float
+    bits_at_full_context: float
+    fidelity: Fidelity
+    worst_layer: int
+    worst_error: float
+    serves: str | None
+    efficient: bool = False
+
+
+def compare(job: Comparison) -> list[Row]:
+    """One row per scheme, in order of bits, then of KL."""
+    trial = job.trial
+    caches = job.caches(trial.schemes)
+    errors = job.layer_errors(caches)
+    found = job.fidelities(caches)
+    rows = []
+    for name, scheme in trial.schemes.items():
+        worst = max(errors[name], key=errors[name].__getitem__)
+        rows.append(
+            Row(
+                scheme=name,
+                description=scheme.description,
+                source=scheme.source,
+                bits_per_element=trial.bits(scheme, trial.evaluation_seq_len),
+                bits_at_full_context=trial.bits(scheme, trial.model.max_context),
+                fidelity=found[name],
+                worst_layer=worst,
+                worst_error=errors[name][worst],
+                serves=served_as(scheme),
+            )
+        )
+    best = efficient({row.scheme: (row.bits_per_element, row.fidelity.kl_mean) for row in rows})
+    marked = [replace(row, efficient=row.scheme in best) for row in rows]
+    return sorted(marked, key=lambda row: (row.bits_per_element, row.fidelity.kl_mean))
+
+
+@dataclass
+class Comparison:
+    """What the steps share."""
+
+    trial: Trial
+    model: Any
+    text: TokenSet
+    held_out: TokenSet
+    narrator: Narrator
+
+    def caches(self, schemes: Mapping[str, Scheme]) -> dict[str, Cache]:
+        """Every scheme fitted, from one calibration pass."""
+        views = {name: view_of(scheme) for name, scheme in schemes.items()}
+        statistics = self._statistics(set(views.values()))
+        return {name: self._fit(scheme, statistics[views[name]]) for name, scheme in schemes.items()}
+
+    def fidelities(self, caches: Mapping[str, Cache]) -> dict[str, Fidelity]:
+        """KL, agreement and perplexity of each, on held-out text."""
+        with self.narrator.bar("compare", self.held_out.tokens) as on_tokens:
+            return fidelities(
+                self.model,
+                {name: Variant(cache) for name, cache in caches.items()},
+                self.trial.recipe.evaluation.batch_size,
+                self.held_out,
+                on_tokens=on_tokens,
+            )
+
+    @torch.inference_mode()
+    def layer_errors(self, caches: Mapping[str, Cache]) -> dict[str, dict[int, float]]:
+        """Relative error of each layer's attention output, on the Q, K and V of the unquantized model.
+
+        One pass over one held-out sample for all schemes.
+        """
+        held = {name: cache.to(self.model.device) for name, cache in caches.items()}
+        found: dict[str, dict[int, float]] = {name: {} for name in caches}
+
+        def compare(call: capture.AttentionCall) -> None:
+            exact = _attend(call, (call.query, call.key, call.value))
+            for name, cache in held.items():
+                off = _attend(call, cache.replace(call)) - exact
+                found[name][call.layer] = float(off.norm() / exact.norm())
+
+        with capture.intercept(self.model, compare, rotary=True):
+            sample = torch.tensor([self.held_out.samples[0]], device=self.model.device)
+            self.model.base_model(sample, use_cache=False)
+        return found
+
+    def _statistics(self, views: set[View]) -> dict[View, Statistics]:
+        with self.narrator.bar("calibrate", self.text.tokens) as on_tokens:
+            return calibrate.views(
+                self.model,
+                self.trial.layers,
+                self.trial.recipe.calibration.batch_size,
+                self.text,
+                views,
+                on_tokens=on_tokens,
+                collect="distribution",
+            )
+
+    def _fit(self, scheme: Scheme, statistics: Statistics) -> Cache:
+        return storage.fit(
+            scheme,
+            self.trial.model,
+            self.model,
+            statistics,
+            extras=self._extras(scheme, statistics),
+            seed=self.trial.recipe.calibration.seed,
+        )
+
+    def _extras(self, scheme: Scheme, statistics: Statistics) -> storage.Extras:
+        layers = {layer.index: layer for layer in self.trial.layers}
+        levels: Mapping[int, Any] = {}
+        moving: Mapping[int, Any] = {}
+        k, v = scheme.sides()["k"], scheme.sides()["v"]
+        if "nuq" in (k.codebook, v.codebook):
+            assert k.number is not None
+            ranges = {
+                index: storage.static_range(k, "k", seen, torch.zeros(0))
+                for index, seen in statistics.layers.items()
+            }
+            few = TokenSet(self.text.samples[:_FISHER_SAMPLES])
+            with self.narrator.bar("codebooks", few.tokens) as on_tokens:
+                levels = second_pass.fisher_levels(
+                    self.model,
+                    layers,
+                    ranges,
+                    few,
+                    bits=k.number.bits,
+                    skip=scheme.sinks,
+                    before_rope=k.before_rope,
+                    on_tokens=on_tokens,
+                )
+        if "moving_average" in (k.fixed, v.fixed):
+            with self.narrator.bar("moving averages", self.text.tokens) as on_tokens:
+                moving = second_pass.moving_extremes(self.model, layers, self.text, on_tokens)
+        return storage.Extras(levels, moving)
+
+
+def view_of(scheme: Scheme) -> View:
+    """How statistics must look at K and Q for this scheme."""
+    return View(before_rope=scheme.sides()["k"].before_rope, skip=scheme.sinks)
+
+
+def efficient(points: Mapping[str, tuple[float, float]]) -> set[str]:
+    """Names of the (bits, KL) points that no other point beats in one and equals or beats in the other."""
+    return {
+        name
+        for name, (bits, kl) in points.items()
+        if not any(b <= bits and k <= kl and (b, k) != (bits, kl) for b, k in points.values())
+    }
+
+
+def _attend(call: capture.AttentionCall, given: capture.Tensors | capture.Versions) -> torch.Tensor:
+    """Attention output in float32, for tensors or versions of them."""
+    geometry: dict[str, Any] = {"scaling": call.scaling, "window": call.window, "softcap": call.softcap}
+    if isinstance(given, capture.Versions):
+        return reference.attention_over_versions(
+            given.query.float(),
+            tuple(k.float() for k in given.keys),
+            tuple(v.float() for v in given.values),
+            given.seen,
+            **geometry,
+        )
+    q, k, v = (x.float() for x in given)
+    return reference.attention(q, k, v, **geometry)

@@ -1,0 +1,79 @@
+"""Orchestration of ``kvcal compare``: schemes and a model to a table, a document and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcal import (
+    arch,
+    chart,
+    comparison,
+    comparison_report,
+    gates,
+    manifest,
+    models,
+    opening,
+    scheme,
+    sources,
+    trial,
+)
+from kvcal.comparison import Comparison, Row
+from kvcal.errors import OutputError
+from kvcal.export import bundle
+from kvcal.opening import Request
+from kvcal.progress import Narrator
+from kvcal.recipe import Recipe
+
+
+def run_compare(
+    request: Request, recipe: Recipe, names: Sequence[str], narrator: Narrator
+) -> tuple[comparison_report.Document, list[Row]]:
+    """Measure every scheme; with an output folder also write ``compare.json``, ``.md`` and ``.png``.
+
+    ``names``: shipped schemes or files; none means all that are shipped and that the model can take.
+    """
+    opening.quiet_libraries()
+    if request.output is not None and request.output.exists() and not request.overwrite:
+        raise OutputError(f"{request.output} exists; give --overwrite to replace what compare wrote there")
+    device = models.device_named(request.device)
+    wanted = {
+        Path(name).stem if "." in name else name: scheme.load(name) for name in names or scheme.shipped()
+    }
+    source = sources.locate(request.model, request.revision, weights=False, say=narrator.say)
+    tried = trial.resolve(recipe, arch.read(source.config()), wanted, skip=not names)
+    for notice in tried.notices:
+        narrator.notice(notice)
+    clock = manifest.Clock()
+    source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
+    tokenizer = models.load_tokenizer(source.folder, request.trust)
+    text = opening.calibration_text(tried, tokenizer, narrator)
+    held_out = opening.held_out_text(tried, tokenizer, narrator)
+    model = opening.load(source.folder, tried, device, request, narrator)
+    clock.lap("load")
+    rows = comparison.compare(Comparison(tried, model, text, held_out, narrator))
+    clock.lap("compare")
+    record = manifest.build(source, tried, manifest.compute_of(model), text, held_out, clock.laps)
+    document = comparison_report.document(tried, rows, _gates(recipe, rows), record)
+    if request.output is not None:
+        _write(request.output, rows, document)
+    return document, rows
+
+
+def _gates(recipe: Recipe, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Every scheme against every gate of the recipe."""
+    return [
+        {"scheme": row.scheme, "name": g.name, "passed": g.passed, "text": f"{row.scheme}: {g}"}
+        for row in rows
+        for g in gates.apply(recipe.gates, row.fidelity, row.worst_error)
+    ]
+
+
+def _write(folder: Path, rows: Sequence[Row], document: comparison_report.Document) -> None:
+    with bundle.translated_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        bundle.write_json(folder / "compare.json", document)
+        (folder / "compare.md").write_text(comparison_report.markdown(rows, document), encoding="utf-8")
+        title = f"{document['model']}, {document['tokens']:,} tokens in samples of {document['context']}"
+        chart.draw(rows, title, folder / "compare.png")

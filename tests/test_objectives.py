@@ -85,6 +85,18 @@ def test_predicted_error_is_that_of_the_values(fmt: KVFormat, symmetric: bool, n
         assert predicted == pytest.approx(measured, rel=0.03), factor
 
 
+@pytest.mark.parametrize("value", [512.0, 3.0, -512.0, 1e4])
+def test_the_error_of_a_single_value_is_exact(value: float) -> None:
+    """Its bin has no width; levels beyond it on both sides."""
+    seen, fmt = collected(torch.full((7, 1, 1), value)), formats.get("int4")
+    assert seen.histogram is not None
+    spread = objectives.Spread.of(seen.histogram[0], seen.minimum[0], seen.maximum[0])
+    reach = torch.tensor(1.3 * abs(value))
+    found = spread.error(reach.double() * objectives._unit_levels(fmt, symmetric=True).unsqueeze(0))
+    measured = mse(torch.tensor(value), -reach, reach, fmt, True)
+    assert float(found) == pytest.approx(7 * measured, rel=1e-4)
+
+
 @every_case
 def test_the_range_is_as_good_as_the_best_by_brute_force(fmt: KVFormat, symmetric: bool, name: str) -> None:
     x = values(name)

@@ -8,7 +8,7 @@ one option per item that makes the sum small and the bits few. Dynamic programmi
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
@@ -99,6 +99,29 @@ def within_kl(
             f"a KL of {max_kl:g} nats cannot be reached: with these formats the smallest is {smallest:.3g}"
         )
     return _assignment(options, frontier[0])
+
+
+def measured_within_kl(
+    options: Mapping[Key, Sequence[Option]],
+    shares: Mapping[Key, float],
+    max_kl: float,
+    measure: Callable[[Assignment[Key]], float],
+) -> tuple[Assignment[Key], float]:
+    """The fewest bits whose KL as a whole is at most ``max_kl``, and that KL.
+
+    KLs of items only nearly add up: while the whole exceeds the limit, it is chosen again for a smaller sum.
+
+    Raises:
+        UsageError: no choice stays within the limit.
+    """
+    limit = max_kl
+    while True:
+        found = within_kl(options, shares, limit)
+        kl = measure(found)
+        if kl <= max_kl or found.kl == 0:
+            return found, kl
+        # As much lower as the sum was too low, and low enough that something else is chosen.
+        limit = min(limit * max_kl / kl, found.kl * (1 - 1e-6))
 
 
 def _frontier(

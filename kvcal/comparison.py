@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from kvcal import calibrate, capture, second_pass, storage
+from kvcal import allocate, calibrate, capture, second_pass, sensitivity, storage
+from kvcal.allocate import Assignment, Option
 from kvcal.cache import Cache
 from kvcal.calibrate import View
 from kvcal.data import TokenSet
@@ -37,6 +38,7 @@ class Row:
         worst_layer: index of the layer whose attention output errs most, and its relative error.
         worst_error: ``‖ô - o‖ / ‖o‖`` there.
         serves: vLLM's cache dtype that stores exactly this, if there is one.
+        mixture: of a mixed scheme, side -> scheme -> layers.
         efficient: no other row is better in bits and KL.
     """
 
@@ -49,29 +51,71 @@ class Row:
     worst_layer: int
     worst_error: float
     serves: str | None
+    mixture: dict[str, dict[str, list[int]]] | None
     efficient: bool = False
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a mixed scheme comes to on this model.
+
+    Attributes:
+        chosen: scheme of each item.
+        cache: all of them together.
+        trial: for the geometry.
+    """
+
+    chosen: dict[sensitivity.Item, str]
+    cache: Cache
+    trial: Trial
+
+    @property
+    def layers(self) -> dict[str, dict[str, list[int]]]:
+        """Side -> scheme -> layers."""
+        found: dict[str, dict[str, list[int]]] = {"k": {}, "v": {}}
+        for item, name in self.chosen.items():
+            for layer, side in item.places:
+                found[side].setdefault(name, []).append(layer)
+        return found
+
+    def bits(self, context: int) -> float:
+        """Bits per element in ``context`` tokens."""
+        shares = sensitivity.shares(list(self.chosen), self.trial.layers)
+        return sum(
+            share * self.trial.item_bits(item.places, self.chosen[item], context)
+            for item, share in shares.items()
+        )
 
 
 def compare(job: Comparison) -> list[Row]:
     """One row per scheme, in order of bits, then of KL."""
     trial = job.trial
-    caches = job.caches(trial.schemes)
+    plain = {name: s for name, s in {**trial.candidates, **trial.schemes}.items() if s.mixed is None}
+    fitted = job.caches(plain)
+    mixtures = {name: job.mix(s, fitted) for name, s in trial.schemes.items() if s.mixed is not None}
+    caches = {name: mixtures[name].cache if name in mixtures else fitted[name] for name in trial.schemes}
     errors = job.layer_errors(caches)
     found = job.fidelities(caches)
     rows = []
     for name, scheme in trial.schemes.items():
         worst = max(errors[name], key=errors[name].__getitem__)
+        mixture = mixtures.get(name)
+        bits = [
+            mixture.bits(context) if mixture else trial.bits(scheme, context)
+            for context in (trial.evaluation_seq_len, trial.model.max_context)
+        ]
         rows.append(
             Row(
                 scheme=name,
                 description=scheme.description,
                 source=scheme.source,
-                bits_per_element=trial.bits(scheme, trial.evaluation_seq_len),
-                bits_at_full_context=trial.bits(scheme, trial.model.max_context),
+                bits_per_element=bits[0],
+                bits_at_full_context=bits[1],
                 fidelity=found[name],
                 worst_layer=worst,
                 worst_error=errors[name][worst],
                 serves=served_as(scheme),
+                mixture=mixture.layers if mixture else None,
             )
         )
     best = efficient({row.scheme: (row.bits_per_element, row.fidelity.kl_mean) for row in rows})
@@ -81,11 +125,12 @@ def compare(job: Comparison) -> list[Row]:
 
 @dataclass
 class Comparison:
-    """What the steps share."""
+    """What the steps share: calibration text, a part of it that judges mixtures, and held-out text."""
 
     trial: Trial
     model: Any
     text: TokenSet
+    judging: TokenSet
     held_out: TokenSet
     narrator: Narrator
 
@@ -94,6 +139,39 @@ class Comparison:
         views = {name: view_of(scheme) for name, scheme in schemes.items()}
         statistics = self._statistics(set(views.values()))
         return {name: self._fit(scheme, statistics[views[name]]) for name, scheme in schemes.items()}
+
+    def mix(self, scheme: Scheme, fitted: Mapping[str, Cache]) -> Mixture:
+        """Measure what each layer's K and V costs in each candidate, and choose within the scheme's limit."""
+        wanted, trial = scheme.mixed, self.trial
+        assert wanted is not None
+        candidates = {name: fitted[name] for name in scheme.candidates}
+        items = sensitivity.items(trial.layers, ("k", "v"), len(candidates), wanted.passes)
+        batch_size = trial.recipe.evaluation.batch_size
+        with self.narrator.bar("sensitivity", self.judging.tokens) as on_tokens:
+            kls = sensitivity.measure(
+                self.model, items, candidates, batch_size, self.judging, on_tokens=on_tokens
+            )
+        context = trial.evaluation_seq_len
+        options = {
+            item: [Option(n, trial.item_bits(item.places, n, context), kl) for n, kl in kls[item].items()]
+            for item in items
+        }
+        shares = sensitivity.shares(items, trial.layers)
+
+        def together(found: Assignment[sensitivity.Item]) -> Cache:
+            return sensitivity.assembled({item: fitted[o.name] for item, o in found.options.items()})
+
+        def measured(found: Assignment[sensitivity.Item]) -> float:
+            variants = {"whole": Variant(together(found))}
+            return fidelities(self.model, variants, batch_size, self.judging)["whole"].kl_mean
+
+        if wanted.max_kl is not None:
+            found, _ = allocate.measured_within_kl(options, shares, wanted.max_kl, measured)
+        else:
+            assert wanted.bits_budget is not None
+            found = allocate.within_bits(options, shares, wanted.bits_budget)
+        chosen = {item: option.name for item, option in found.options.items()}
+        return Mixture(chosen, together(found), trial)
 
     def fidelities(self, caches: Mapping[str, Cache]) -> dict[str, Fidelity]:
         """KL, agreement and perplexity of each, on held-out text."""

@@ -101,8 +101,8 @@ def markdown(rows: Sequence[Row], found: Document) -> str:
         f" {found['context']}; {calibration['tokens']:,} tokens of `{calibration['dataset']}` calibrated"
         f" (seed {calibration['seed']}).",
         "",
-        f"Perplexity over the 16-bit cache: {found['perplexity_reference']:.3f}. {seconds:.0f} s after loading,"
-        f" on {_machine(manifest)}.",
+        f"Perplexity over the 16-bit cache: {found['perplexity_reference']:.3f}."
+        f" {seconds:.0f} s after loading, on {_machine(manifest)}.",
         "",
         f"Bits are per element in a sequence of {found['context']} tokens, tokens in 16 bits included, and in"
         f" one of {found['full_context']:,}. Rows in bold: no other has fewer bits and less KL.",

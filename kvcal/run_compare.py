@@ -11,6 +11,7 @@ from kvcal import (
     chart,
     comparison,
     comparison_report,
+    folding,
     gates,
     manifest,
     models,
@@ -32,17 +33,19 @@ def run_compare(
 ) -> tuple[comparison_report.Document, list[Row]]:
     """Measure every scheme; with an output folder also write ``compare.json``, ``.md`` and ``.png``.
 
-    ``names``: shipped schemes or files; none means all that are shipped and that the model can take.
+    ``names``: shipped schemes or files; none means all that are shipped and that the model can take, but for
+    mixed ones, each of which takes as many passes as all others together.
     """
     opening.quiet_libraries()
     if request.output is not None and request.output.exists() and not request.overwrite:
         raise OutputError(f"{request.output} exists; give --overwrite to replace what compare wrote there")
     device = models.device_named(request.device)
-    wanted = {
-        Path(name).stem if "." in name else name: scheme.load(name) for name in names or scheme.shipped()
-    }
+    wanted = {scheme.name_of(name): scheme.load(name) for name in names or scheme.shipped()}
+    if not names:
+        wanted = {name: each for name, each in wanted.items() if each.mixed is None}
     source = sources.locate(request.model, request.revision, weights=False, say=narrator.say)
-    tried = trial.resolve(recipe, arch.read(source.config()), wanted, skip=not names)
+    candidates = {name: scheme.load(name) for s in wanted.values() for name in s.candidates}
+    tried = trial.resolve(recipe, arch.read(source.config()), wanted, candidates, skip=not names)
     for notice in tried.notices:
         narrator.notice(notice)
     clock = manifest.Clock()
@@ -52,7 +55,9 @@ def run_compare(
     held_out = opening.held_out_text(tried, tokenizer, narrator)
     model = opening.load(source.folder, tried, device, request, narrator)
     clock.lap("load")
-    rows = comparison.compare(Comparison(tried, model, text, held_out, narrator))
+    mixed = [s.mixed.samples for s in wanted.values() if s.mixed is not None]
+    setting, judging = folding.split(text, max(mixed)) if mixed else (text, text)
+    rows = comparison.compare(Comparison(tried, model, setting, judging, held_out, narrator))
     clock.lap("compare")
     record = manifest.build(source, tried, manifest.compute_of(model), text, held_out, clock.laps)
     document = comparison_report.document(tried, rows, _gates(recipe, rows), record)

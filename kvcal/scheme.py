@@ -6,7 +6,6 @@ that kvcal ships: formats that engines load, methods from the literature, and kv
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +20,8 @@ from kvcal.recipe import Mixed, ScaleRule, Section
 
 UNQUANTIZED = "bf16"
 UNQUANTIZED_BITS = 16
+
+_SUFFIXES = (".yaml", ".yml")
 
 Basis = Literal["none", "hadamard", "random_hadamard", "random_orthogonal", "balanced"]
 
@@ -205,7 +206,7 @@ class Scheme(Section):
     recent: Annotated[int, Field(ge=0)] = 0
     flush: Literal["token", "block"] = "token"
     mixed: Mixed | None = None
-    candidates: tuple[str, ...] = ()
+    candidates: list[str] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _consistent(self) -> Scheme:
@@ -246,9 +247,12 @@ class Scheme(Section):
 
         ``(1 - f) bits + 16 f`` with ``f`` the share of tokens in 16 bits, as many as the buffers hold.
         """
+        return sum(self.side_bits(side, kv_heads, head_dim, context) for side in self.sides()) / 2
+
+    def side_bits(self, side: Literal["k", "v"], kv_heads: int, head_dim: int, context: int) -> float:
+        """The same of K or V alone."""
         kept = min(self.sinks + self.recent, context) / context
-        inner = sum(side.bits(kv_heads, head_dim) for side in self.sides().values()) / 2
-        return (1 - kept) * inner + kept * UNQUANTIZED_BITS
+        return (1 - kept) * self.sides()[side].bits(kv_heads, head_dim) + kept * UNQUANTIZED_BITS
 
 
 def shipped_folder() -> Path:
@@ -260,6 +264,12 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in shipped_folder().glob("*.yaml"))
 
 
+def name_of(name: str) -> str:
+    """What a scheme is called that was given by name or as a file."""
+    path = Path(name)
+    return path.stem if path.suffix in _SUFFIXES else name
+
+
 def load(name: str) -> Scheme:
     """Read a scheme from a file, or by the name of one that kvcal ships (``kivi-4``).
 
@@ -268,9 +278,9 @@ def load(name: str) -> Scheme:
         RecipeError: with one line per fault.
     """
     path = Path(name)
-    if not path.suffix and not os.path.exists(path):
+    if path.suffix not in _SUFFIXES:
         path = shipped_folder() / f"{name}.yaml"
-        if not os.path.exists(path):
+        if not path.exists():
             raise UsageError(
                 f"no scheme named {name!r}; kvcal ships {', '.join(shipped())}; or give the path of a file"
             )

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvcal import engines
 from kvcal.arch import LayerSpec, ModelSpec
 from kvcal.errors import PlanRefused
 from kvcal.plan import sample_lengths
-from kvcal.recipe import Recipe
+from kvcal.recipe import Recipe, Side
 from kvcal.scheme import Scheme, SideScheme
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Schemes that can be tried on this model, and the text to try them on."""
+    """Schemes that can be tried on this model, and the text to try them on.
+
+    ``candidates`` are those that mixed schemes choose from.
+    """
 
     recipe: Recipe
     model: ModelSpec
     schemes: Mapping[str, Scheme]
+    candidates: Mapping[str, Scheme]
     seq_len: int
     evaluation_seq_len: int
     notices: tuple[str, ...]
@@ -27,6 +31,18 @@ class Trial:
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
         return self.model.layers
+
+    def item_bits(self, places: Iterable[tuple[int, Side]], name: str, context: int) -> float:
+        """Bits per element of some layers' K or V, stored as a candidate does."""
+        layers = {layer.index: layer for layer in self.layers}
+        scheme, elements, total = self.candidates[name], 0, 0.0
+        for index, side in places:
+            layer = layers[index]
+            assert side != "q"
+            size = layer.kv_heads * layer.head_dim
+            elements += size
+            total += size * scheme.side_bits(side, layer.kv_heads, layer.head_dim, context)
+        return total / elements
 
     def bits(self, scheme: Scheme, context: int) -> float:
         """Bits per cached element over all layers, each with its own geometry, in ``context`` tokens."""
@@ -40,21 +56,33 @@ class Trial:
         return sum(n * bits for n, bits in weighted) / sum(n for n, _ in weighted)
 
 
-def resolve(recipe: Recipe, model: ModelSpec, schemes: Mapping[str, Scheme], *, skip: bool) -> Trial:
+def resolve(
+    recipe: Recipe,
+    model: ModelSpec,
+    schemes: dict[str, Scheme],
+    candidates: dict[str, Scheme],
+    *,
+    skip: bool,
+) -> Trial:
     """Make the trial.
 
     Args:
         recipe: for its text and seed.
         model: geometry.
         schemes: by name.
+        candidates: of those that are mixed.
         skip: leave out, with a notice, what this model cannot store, instead of refusing.
 
     Raises:
         PlanRefused: with every reason found.
     """
-    refused = {name: refusals(scheme, model) for name, scheme in schemes.items()}
+    refused = {name: refusals(scheme, model) for name, scheme in (schemes | candidates).items()}
     reasons = [f"{name}: {reason}" for name, found in refused.items() for reason in found]
-    usable = {name: scheme for name, scheme in schemes.items() if not refused[name]}
+    usable = {
+        name: scheme
+        for name, scheme in schemes.items()
+        if not any(refused[each] for each in (name, *scheme.candidates))
+    }
     if (reasons and not skip) or not usable:
         raise PlanRefused(reasons)
     lengths, notices = sample_lengths(recipe, model)
@@ -62,6 +90,7 @@ def resolve(recipe: Recipe, model: ModelSpec, schemes: Mapping[str, Scheme], *, 
         recipe=recipe,
         model=model,
         schemes=usable,
+        candidates={name: scheme for name, scheme in candidates.items() if not refused[name]},
         seq_len=lengths["calibration"],
         evaluation_seq_len=lengths["evaluation"],
         notices=(*notices, *(f"left out: {reason}" for reason in reasons)),

@@ -118,8 +118,12 @@ def measured_within_kl(
     while True:
         found = within_kl(options, shares, limit)
         kl = measure(found)
-        if kl <= max_kl or found.kl == 0:
+        if kl <= max_kl:
             return found, kl
+        if found.kl == 0:  # no sum is smaller
+            raise UsageError(
+                f"a KL of {max_kl:g} nats cannot be reached: the choice with the smallest sum costs {kl:.3g}"
+            )
         # As much lower as the sum was too low, and low enough that something else is chosen.
         limit = min(limit * max_kl / kl, found.kl * (1 - 1e-6))
 

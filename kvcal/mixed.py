@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,24 +80,27 @@ def choose(model: Any, plan: Plan, cache: QuantizedCache, judging: TokenSet, nar
         )
     kls = {group: found[plan.format.name] for group, found in measured.items()}
 
-    def whole(skipped: tuple[int, ...]) -> float:
+    def kl_over(skipped: tuple[int, ...]) -> float:
         variants = {"whole": Variant(dataclasses.replace(cache, skipped=skipped), with_query=with_query)}
         return evaluate.fidelities(model, variants, batch_size, judging)["whole"].kl_mean
 
+    def whole(assignment: Assignment[Item]) -> float:
+        return kl_over(_skipped(assignment))
+
     options, shares = _options(plan, kls), sensitivity.shares(groups, plan.layers)
     if wanted.max_kl is not None:
-        found, kl_mean = _within_kl(options, shares, wanted.max_kl, whole)
+        found, kl_mean = allocate.measured_within_kl(options, shares, wanted.max_kl, whole)
     else:
         assert wanted.bits_budget is not None
         found = allocate.within_bits(options, shares, wanted.bits_budget)
-        kl_mean = whole(_skipped(found))
+        kl_mean = whole(found)
     return Mixture(
         groups=[
             Group(item.layers, kls[item], option.name == _SKIPPED) for item, option in found.options.items()
         ],
         kl_sum=sum(kls[item] for item, option in found.options.items() if option.name != _SKIPPED),
         kl_mean=kl_mean,
-        kl_mean_all=whole(()),
+        kl_mean_all=kl_over(()),
         tokens=judging.tokens,
     )
 
@@ -132,22 +135,6 @@ def _options(plan: Plan, kls: Mapping[Item, float]) -> dict[Item, list[Option]]:
         ]
         for item, kl in kls.items()
     }
-
-
-def _within_kl(
-    options: Mapping[Item, list[Option]],
-    shares: Mapping[Item, float],
-    max_kl: float,
-    whole: Callable[[tuple[int, ...]], float],
-) -> tuple[Assignment[Item], float]:
-    limit = max_kl
-    while True:
-        found = allocate.within_kl(options, shares, limit)
-        kl_mean = whole(_skipped(found))
-        if kl_mean <= max_kl or found.kl == 0:  # with every layer skipped there is nothing left to choose
-            return found, kl_mean
-        # As much lower as the sum was too low, and low enough that something else is chosen.
-        limit = min(limit * max_kl / kl_mean, found.kl * (1 - 1e-6))
 
 
 def _skipped(assignment: Assignment[Item]) -> tuple[int, ...]:

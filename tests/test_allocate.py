@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcal import allocate
-from kvcal.allocate import Option, within_bits, within_kl
+from kvcal.allocate import Assignment, Option, measured_within_kl, within_bits, within_kl
 from kvcal.errors import UsageError
 
 Problem = tuple[dict[int, list[Option]], dict[int, float]]
@@ -150,3 +150,23 @@ def test_many_layers_are_exact_and_quick() -> None:
         for price in (0.1 * 1.2**step for step in range(60))
     )
     assert bound <= found.kl <= bound * 1.02
+
+
+def test_what_only_nearly_adds_up_is_chosen_again() -> None:
+    """The whole is measured three times as costly as its parts."""
+    options = {i: [Option("int8", 8, 0.001 * (i + 1)), Option("bf16", 16, 0.0)] for i in range(6)}
+    asked: list[int] = []
+
+    def measure(assignment: Assignment[int]) -> float:
+        asked.append(sum(option.name == "bf16" for option in assignment.options.values()))
+        return 3 * assignment.kl
+
+    found, kl = measured_within_kl(options, dict.fromkeys(options, 1 / 6), 0.01, measure)
+    assert asked == [2, 4]
+    assert (found.kl, kl) == (pytest.approx(0.003), pytest.approx(0.009))
+
+
+def test_a_whole_that_never_keeps_the_limit_is_refused() -> None:
+    options = {i: [Option("int8", 8, 0.001), Option("bf16", 16, 0.0)] for i in range(3)}
+    with pytest.raises(UsageError, match="the choice with the smallest sum costs 0.5"):
+        measured_within_kl(options, dict.fromkeys(options, 1 / 3), 0.01, lambda _: 0.5)

@@ -14,10 +14,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from kvcal import mixed, recipe, run
-from kvcal.allocate import Option
+from kvcal import recipe, run
 from kvcal.progress import Narrator
-from kvcal.sensitivity import Item
 from kvcal.statistics import Statistics
 from tests import tiny
 
@@ -170,25 +168,6 @@ def test_static_formats_are_folded_and_skipped(deliver: str, sensitive: Path, tm
     report = report_of(calibrated(sensitive, tmp_path / "out", deliver=deliver, mixed=limit))
     assert report["skipped_layers"] == [SENSITIVE]
     assert report["folds"]["before"]["fidelity"]["kl_mean"] < 2 * report["fidelity"]["kl_mean"]
-
-
-def test_what_only_nearly_adds_up_is_chosen_again() -> None:
-    """The whole is measured three times as costly as its parts."""
-    items = [Item((i,), "kv") for i in range(6)]
-    kls = {item: 0.001 * (i + 1) for i, item in enumerate(items)}
-    options = {item: [Option("int8", 8, kls[item]), Option("16 bits", 16, 0.0)] for item in items}
-    asked = []
-
-    def whole(skipped: tuple[int, ...]) -> float:
-        asked.append(skipped)
-        return 3 * sum(kl for item, kl in kls.items() if item.layers[0] not in skipped)
-
-    found, kl_mean = mixed._within_kl(options, dict.fromkeys(items, 1 / 6), 0.01, whole)
-    assert [len(skipped) for skipped in asked] == [2, 4]
-    assert (kl_mean, found.kl) == (pytest.approx(0.009), pytest.approx(0.003))
-    # Where nothing is good enough the last resort is to quantize nothing.
-    found, _ = mixed._within_kl(options, dict.fromkeys(items, 1 / 6), 0.01, lambda _: 0.5)
-    assert {option.name for option in found.options.values()} == {"16 bits"}
 
 
 @pytest.mark.parametrize(

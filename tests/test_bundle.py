@@ -26,6 +26,7 @@ from kvcal import (
     formats,
     gates,
     manifest,
+    markdown,
     measure,
     models,
     report,
@@ -343,7 +344,7 @@ _WRITING: dict[str, tuple[Any, str]] = {
     "statistics": (statistics, "save_file"),
     "scales": (scales, "save_file"),
     "manifest": (manifest, "build"),
-    "markdown": (report, "markdown"),
+    "markdown": (markdown, "render"),
     "rename": (os, "rename"),
 }
 STEPS = _MEASURING | _WRITING

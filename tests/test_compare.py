@@ -154,7 +154,7 @@ def test_fisher_levels_leave_no_trace_and_lie_where_errors_cost() -> None:
     layers = {layer.index: layer for layer in spec.layers}
     wide = torch.full((2, 1, 16), 1000.0)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    ranges = {index: (-wide, wide) for index in layers}
+    ranges = dict.fromkeys(layers, (-wide, wide))
     found = second_pass.fisher_levels(model, layers, ranges, tokens, bits=3, skip=1, before_rope=True)
     for index in layers:
         assert found[index]["k"].shape == (8,)

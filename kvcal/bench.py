@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from kvcal import calibrate, evaluate, folding, objectives, scales
+from kvcal import calibrate, evaluate, folding, formats, objectives, scales, storage
 from kvcal.cache import QuantizedCache
+from kvcal.calibrate import View
 from kvcal.data import TokenSet
 from kvcal.evaluate import Variant
 from kvcal.plan import Plan
-from kvcal.recipe import ScaleRule
+from kvcal.recipe import Objective, ScaleRule
+from kvcal.scheme import Scheme
 from kvcal.statistics import Collect, Statistics
 from kvcal.transforms import key_hadamard, key_offset, key_scale, key_turn, value_map
 from kvcal.transforms.proof import FoldedWeights
 from kvcal.transforms.record import Transforms
+
+# First tokens of a sample that benchmarks of static ranges leave in 16 bits: their outliers set the range.
+_SINKS = 4
+_STATIC = ("per_tensor", "per_head", "per_channel")
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,19 @@ class RuleRow:
     rule: str
     objective: str | None
     headroom: float | None
+    kl_mean: float
+    kl_p99: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True)
+class ObjectiveRow:
+    """One way to choose a static range, for K and V alike; the first 4 tokens of a sample stay in 16 bits."""
+
+    format: str
+    granularity: str
+    objective: str
+    zero_point: str
     kl_mean: float
     kl_p99: float
     top1_agreement: float
@@ -157,6 +177,36 @@ def folds(
         FoldRow(name, where, fidelity.kl_mean, fidelity.kl_p99, fidelity.top1_agreement)
         for (name, where), fidelity in found.items()
     ]
+
+
+def static_objectives(
+    model: Any, plan: Plan, tokens: TokenSet, names: Sequence[str], on_tokens: Callable[[float], None]
+) -> list[ObjectiveRow]:
+    """Fidelity of every objective for static ranges: half of the text sets them, the other half judges.
+
+    ``names`` are formats. Integers are tried with and without a zero point.
+    """
+    setting, judging = folding.split(tokens, len(tokens.samples) // 2)
+    view = View(skip=_SINKS)
+    batch_size = plan.recipe.calibration.batch_size
+    seen = calibrate.views(
+        model, plan.layers, batch_size, setting, (view,), on_tokens=on_tokens, collect="distribution"
+    )
+    variants = {}
+    for name in names:
+        zeros = ("none", "float") if formats.get(name).integer else ("none",)
+        for gran, objective, zero in itertools.product(_STATIC, get_args(Objective), zeros):
+            rule = ScaleRule(rule="amax", headroom=1.0, objective=objective)
+            side = {"format": name, "granularity": gran, "scale": rule, "zero_point": zero}
+            tried = {"description": objective, "source": "", "k": side, "v": side, "sinks": _SINKS}
+            scheme = Scheme.model_validate(tried)
+            variants[name, gran, objective, zero] = Variant(
+                storage.fit(scheme, plan.model, model, seen[view])
+            )
+    found = evaluate.fidelities(
+        model, variants, plan.recipe.evaluation.batch_size, judging, on_tokens=on_tokens
+    )
+    return [ObjectiveRow(*key, f.kl_mean, f.kl_p99, f.top1_agreement) for key, f in found.items()]
 
 
 def _foldable(model: Any, plan: Plan, statistics: Statistics, shaping: TokenSet) -> dict[str, Transforms]:

@@ -188,7 +188,7 @@ def compare(
 ) -> None:
     """Measure ways to store K and V against each other: bits, KL, perplexity.
 
-    Example: kvcal compare --model demo --schemes fp8,kivi-4,balanced-4 --output comparison
+    Example: kvcal compare --model demo --schemes fp8,kivi-4,balanced-4
     """
     from kvcal import comparison_report, run_compare
     from kvcal.recipe import Gates

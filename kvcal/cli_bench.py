@@ -95,3 +95,29 @@ def bench_folds(
     terminal.print_rows(
         run.run_bench_folds(request_of(model, device=device), recipe, terminal.narrator()), as_json
     )
+
+
+@app.command("objectives")
+def bench_objectives(
+    ctx: typer.Context,
+    model: Model = "demo",
+    formats: Annotated[str, typer.Option(help="Static formats, with commas between.")] = "int8,int4",
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Compare ways to choose a static range, on calibration text alone.
+
+    Example: kvcal bench objectives --model demo --formats int8,int4,int3
+    """
+    from kvcal import run
+
+    recipe = recipe_named(None, changes(ctx, CALIBRATION_FIELDS))
+    terminal.print_rows(
+        run.run_bench_objectives(
+            request_of(model, device=device), recipe, formats.split(","), terminal.narrator()
+        ),
+        as_json,
+    )

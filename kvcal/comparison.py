@@ -56,7 +56,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class Selection:
     """What a mixed scheme comes to on this model.
 
     Attributes:
@@ -140,7 +140,7 @@ class Comparison:
         statistics = self._statistics(set(views.values()))
         return {name: self._fit(scheme, statistics[views[name]]) for name, scheme in schemes.items()}
 
-    def mix(self, scheme: Scheme, fitted: Mapping[str, Cache]) -> Mixture:
+    def mix(self, scheme: Scheme, fitted: Mapping[str, Cache]) -> Selection:
         """Measure what each layer's K and V costs in each candidate, and choose within the scheme's limit."""
         wanted, trial = scheme.mixed, self.trial
         assert wanted is not None
@@ -171,7 +171,7 @@ class Comparison:
             assert wanted.bits_budget is not None
             found = allocate.within_bits(options, shares, wanted.bits_budget)
         chosen = {item: option.name for item, option in found.options.items()}
-        return Mixture(chosen, together(found), trial)
+        return Selection(chosen, together(found), trial)
 
     def fidelities(self, caches: Mapping[str, Cache]) -> dict[str, Fidelity]:
         """KL, agreement and perplexity of each, on held-out text."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,15 @@ def run_bench_folds(request: Request, recipe: recipes.Recipe, narrator: Narrator
     model, resolved, text = _open(request, recipe, narrator)
     with narrator.bar("bench", text.tokens) as on_tokens:
         return bench.folds(model, resolved, text, on_tokens, narrator.notice)
+
+
+def run_bench_objectives(
+    request: Request, recipe: recipes.Recipe, names: Sequence[str], narrator: Narrator
+) -> list[bench.ObjectiveRow]:
+    """How ways to choose a static range compare, on calibration text alone."""
+    model, resolved, text = _open(request, recipe, narrator)
+    with narrator.bar("bench", text.tokens) as on_tokens:
+        return bench.static_objectives(model, resolved, text, names, on_tokens)
 
 
 def _open(

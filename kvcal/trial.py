@@ -76,7 +76,7 @@ def resolve(
     Raises:
         PlanRefused: with every reason found.
     """
-    refused = {name: refusals(scheme, model) for name, scheme in (schemes | candidates).items()}
+    refused = {name: refusals(scheme, model, candidates) for name, scheme in (schemes | candidates).items()}
     reasons = [f"{name}: {reason}" for name, found in refused.items() for reason in found]
     usable = {
         name: scheme
@@ -97,9 +97,12 @@ def resolve(
     )
 
 
-def refusals(scheme: Scheme, model: ModelSpec) -> list[str]:
+def refusals(scheme: Scheme, model: ModelSpec, candidates: Mapping[str, Scheme]) -> list[str]:
     """Why this model's vectors cannot be stored so; empty if they can."""
     if scheme.mixed is not None:
+        windows = {(each.recent, each.flush) for name in scheme.candidates for each in [candidates[name]]}
+        if len(windows) > 1:
+            return [f"its candidates keep different recent tokens in 16 bits: {', '.join(scheme.candidates)}"]
         return []
     sizes = {layer.head_dim for layer in model.layers}
     found = []

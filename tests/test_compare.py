@@ -221,3 +221,13 @@ def test_bits_follow_each_layers_own_geometry() -> None:
     assert found.bits(wanted["one"], 512) == pytest.approx((4.5 + 9) / 2)
     assert found.item_bits([(0, "k")], "one", 512) == pytest.approx(4.5)
     assert found.item_bits([(0, "k"), (1, "v")], "one", 512) == pytest.approx(6.75)
+
+
+def test_candidates_with_different_windows_are_refused() -> None:
+    spec = spec_of(tiny.build_model("llama", head_dim=32, hidden_size=192))
+    candidates = {name: scheme.load(name) for name in ("kivi-4", "balanced-4")}
+    mixed = scheme.parse(
+        {"description": "a", "source": "b", "candidates": list(candidates), "mixed": {"bits_budget": 5.0}}, "x"
+    )
+    with pytest.raises(PlanRefused, match="different recent tokens"):
+        trial.resolve(Recipe(), spec, {"mixed": mixed}, candidates, skip=False)

@@ -192,7 +192,7 @@ def static_objectives(
     seen = calibrate.views(
         model, plan.layers, batch_size, setting, (view,), on_tokens=on_tokens, collect="distribution"
     )
-    variants = {}
+    variants: dict[tuple[str, str, str, str], Variant] = {}
     for name in names:
         zeros = ("none", "float") if formats.get(name).integer else ("none",)
         for gran, objective, zero in itertools.product(_STATIC, get_args(Objective), zeros):

@@ -206,7 +206,10 @@ def static_objectives(
     found = evaluate.fidelities(
         model, variants, plan.recipe.evaluation.batch_size, judging, on_tokens=on_tokens
     )
-    return [ObjectiveRow(*key, f.kl_mean, f.kl_p99, f.top1_agreement) for key, f in found.items()]
+    return [
+        ObjectiveRow(name, gran, objective, zero, f.kl_mean, f.kl_p99, f.top1_agreement)
+        for (name, gran, objective, zero), f in found.items()
+    ]
 
 
 def _foldable(model: Any, plan: Plan, statistics: Statistics, shaping: TokenSet) -> dict[str, Transforms]:

@@ -1,7 +1,7 @@
 """Runs calibration text through the model and gathers statistics.
 
 For the distribution of V each token is weighted by the attention that it gets, squared. That takes
-probabilities, which no fast attention gives out, so they are computed again for at most 128 queries of a
+probabilities, which no fast attention gives out, so they are computed again for at most 32 queries of a
 sample: the middles of as many equal parts of it, each standing for all queries of its part.
 """
 
@@ -21,7 +21,7 @@ from kvcal.plan import Plan
 from kvcal.recipe import SIDES, Side
 from kvcal.statistics import Collect, Collector, Statistics
 
-_QUERIES = 128  # per sample, of those whose attention is computed again
+_QUERIES = 32  # per sample, of those whose attention is computed again
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def views(
 def attention_weights(call: capture.AttentionCall, sample: int, span: slice) -> torch.Tensor:
     """Σ p² of each token over the queries that see it and the query heads of its KV head.
 
-    ``p`` is the softmax of what the layer attends with. Of more than 128 queries the sum is estimated from
-    128, so that its expectation is that over all.
+    ``p`` is the softmax of what the layer attends with. Of more than 32 queries the sum is estimated from 32,
+    so that its expectation is that over all.
 
     Args:
         call: what the layer attends with.

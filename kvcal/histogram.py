@@ -54,7 +54,7 @@ def count(x: torch.Tensor, counts: torch.Tensor) -> None:
     No step waits for a GPU, which ``bincount`` would.
 
     Args:
-        x: ``(n, heads, head_dim)``, any float dtype; contiguous, or it is copied once.
+        x: ``(..., heads, head_dim)``, any float dtype and strides.
         counts: ``(heads, head_dim, BINS)``, or ``(heads, 1, BINS)`` to pool the channels of a head;
             contiguous, int32 or int64.
     """
@@ -63,7 +63,9 @@ def count(x: torch.Tensor, counts: torch.Tensor) -> None:
     index = bin_of(x)
     index += starts.view(heads, channels)
     one = torch.ones((), dtype=counts.dtype, device=x.device)
-    counts.view(-1).index_add_(0, index.flatten(), one.expand(index.numel()))
+    # In the order of memory, so that a transposed view needs no copy: addition has no order.
+    ordered = index.permute(sorted(range(index.dim()), key=index.stride, reverse=True))
+    counts.view(-1).index_add_(0, ordered.flatten(), one.expand(index.numel()))
 
 
 def quantile(counts: torch.Tensor, fraction: float, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:

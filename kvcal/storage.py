@@ -226,7 +226,7 @@ def _store(
         return Store(scheme, scale=extras.moving_amax[index][side] / fmt.max)
     low, high = static_range(scheme, side, seen, output)
     if scheme.zero_point == "none" and levels is None:
-        return Store(scheme, scale=from_amax(high, fmt.max, scheme.scale))
+        return Store(scheme, scale=from_amax(high, fmt.max, scheme.rule))
     return Store(scheme, low=low, high=high, levels=levels)
 
 
@@ -235,7 +235,7 @@ def static_range(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Lower and upper end in the granularity's scale shape."""
     weight = None
-    if scheme.scale.objective == "attention":
+    if scheme.rule.objective == "attention":
         weight = objectives.key_weight(seen) if side == "k" else output.diagonal(dim1=-2, dim2=-1)
     fmt, grouping = scheme.number, scheme.grouping
     assert fmt is not None
@@ -244,9 +244,9 @@ def static_range(
         seen[side],
         grouping,
         fmt,
-        scheme.scale.objective,
+        scheme.rule.objective,
         symmetric=scheme.zero_point == "none" and scheme.codebook is None,
-        percentile=scheme.scale.percentile,
+        percentile=scheme.rule.percentile,
         weight=weight,
     )
 

@@ -227,7 +227,8 @@ def test_candidates_with_different_windows_are_refused() -> None:
     spec = spec_of(tiny.build_model("llama", head_dim=32, hidden_size=192))
     candidates = {name: scheme.load(name) for name in ("kivi-4", "balanced-4")}
     mixed = scheme.parse(
-        {"description": "a", "source": "b", "candidates": list(candidates), "mixed": {"bits_budget": 5.0}}, "x"
+        {"description": "a", "source": "b", "candidates": list(candidates), "mixed": {"bits_budget": 5.0}},
+        "x",
     )
     with pytest.raises(PlanRefused, match="different recent tokens"):
         trial.resolve(Recipe(), spec, {"mixed": mixed}, candidates, skip=False)

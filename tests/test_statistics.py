@@ -34,7 +34,8 @@ def assert_describes(seen: SideStatistics, rows: torch.Tensor) -> None:
     assert torch.equal(seen.minimum.double(), wide.amin(0))
     assert torch.equal(seen.maximum.double(), wide.amax(0))
     assert torch.equal(seen.amax.double(), wide.abs().amax(0))
-    torch.testing.assert_close(seen.total, wide.sum(0), rtol=1e-12, atol=1e-9)
+    # float32 within a sample; relative to magnitudes, as sums may cancel
+    assert bool(((seen.total - wide.sum(0)).abs() <= 2e-7 * wide.abs().sum(0)).all())
     torch.testing.assert_close(seen.squares, wide.square().sum(0), rtol=1e-6, atol=0)
     assert torch.equal(seen.saturated, (rows.abs() > 448).sum((0, 2)))
     assert torch.equal(seen.zeroed, ((rows != 0) & (rows.abs() <= 2**-10)).sum((0, 2)))

@@ -286,6 +286,13 @@ INT4 = {"format": "int4", "granularity": "per_token_head"}
         ({"k": INT4 | {"codebook": "nuq"}, "v": INT4}, "codebook nuq needs"),
         ({"k": INT4 | {"granularity": "per_token", "codebook": "gaussian"}, "v": INT4}, "gaussian needs"),
         ({"k": INT4 | {"granularity": "per_token", "scale_bits": 8}, "v": INT4}, "scale_bits 8 needs"),
+        (
+            {
+                "k": {"format": "int4", "granularity": "per_head", "zero_point": "float", "scale": {}},
+                "v": INT4,
+            },
+            "two ends",
+        ),
         ({"k": INT4}, "a scheme has k and v"),
         ({"k": INT4, "v": {"format": "int7", "granularity": "per_head"}}, "unknown format 'int7'"),
         ({"k": INT4, "v": INT4, "sink": 4}, "did you mean 'sinks'"),

@@ -231,8 +231,7 @@ class Comparison:
         levels: Mapping[int, Any] = {}
         moving: Mapping[int, Any] = {}
         k, v = scheme.sides()["k"], scheme.sides()["v"]
-        if "nuq" in (k.codebook, v.codebook):
-            assert k.number is not None
+        if k.codebook == "nuq" and k.number is not None and v.number is not None:
             ranges = {
                 index: storage.static_range(k, "k", seen, torch.zeros(0))
                 for index, seen in statistics.layers.items()
@@ -244,7 +243,7 @@ class Comparison:
                     layers,
                     ranges,
                     few,
-                    bits=k.number.bits,
+                    bits={"k": k.number.bits, "v": v.number.bits},
                     skip=scheme.sinks,
                     before_rope=k.before_rope,
                     on_tokens=on_tokens,

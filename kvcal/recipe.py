@@ -24,6 +24,8 @@ SIDES: tuple[Side, ...] = ("k", "v", "q")
 
 Objective = Literal["amax", "percentile", "mse", "attention"]
 
+SUFFIXES = (".yaml", ".yml")  # of files; names of what kvcal ships may have dots too
+
 MIN_TOKENS = 8  # of a sample that is worth a forward pass
 
 _Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -249,7 +251,7 @@ def parse(tree: Any, source: str) -> Recipe:
 def load(name: str) -> Recipe:
     """Read a recipe from a file, or by the name of one that kvcal ships (``fp8-per-head``)."""
     path = Path(name)
-    if not path.suffix and not os.path.exists(path):
+    if path.suffix not in SUFFIXES and not os.path.exists(path):
         path = shipped_folder() / f"{name}.yaml"
         if not os.path.exists(path):
             raise UsageError(

@@ -21,8 +21,6 @@ from kvcal.recipe import Mixed, ScaleRule, Section
 UNQUANTIZED = "bf16"
 UNQUANTIZED_BITS = 16
 
-_SUFFIXES = (".yaml", ".yml")
-
 Basis = Literal["none", "hadamard", "random_hadamard", "random_orthogonal", "balanced"]
 
 
@@ -246,6 +244,8 @@ class Scheme(Section):
             faults.append("v: groups along tokens lose V at low bits (KIVI, table 2); use channels")
         if k.by_tokens and (self.flush != "block" or self.recent % int(k.group or 1) or not self.recent):
             faults.append("k: groups along tokens need flush: block and recent a multiple of the group")
+        if (k.codebook == "nuq") != (v.codebook == "nuq"):
+            faults.append("codebook nuq is for both K and V: one backward pass weighs both")
         if self.flush == "block" and not self.recent:
             faults.append("flush: block needs recent")
         return faults
@@ -281,7 +281,7 @@ def shipped() -> list[str]:
 def name_of(name: str) -> str:
     """What a scheme is called that was given by name or as a file."""
     path = Path(name)
-    return path.stem if path.suffix in _SUFFIXES else name
+    return path.stem if path.suffix in recipe.SUFFIXES else name
 
 
 def load(name: str) -> Scheme:
@@ -292,7 +292,7 @@ def load(name: str) -> Scheme:
         RecipeError: with one line per fault.
     """
     path = Path(name)
-    if path.suffix not in _SUFFIXES:
+    if path.suffix not in recipe.SUFFIXES:
         path = shipped_folder() / f"{name}.yaml"
         if not path.exists():
             raise UsageError(

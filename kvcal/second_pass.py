@@ -57,7 +57,7 @@ def fisher_levels(
     ranges: Mapping[int, Range],
     tokens: TokenSet,
     *,
-    bits: int,
+    bits: Mapping[CacheSide, int],
     skip: int,
     before_rope: bool,
     on_tokens: Callable[[float], None] = lambda _: None,
@@ -73,7 +73,7 @@ def fisher_levels(
         layers: geometry by index.
         ranges: ends of K's channels per layer, each ``(kv_heads, 1, head_dim)``.
         tokens: a few samples; each takes one forward and one backward pass, and memory for its activations.
-        bits: levels are ``2 ** bits``.
+        bits: levels of a side are ``2 ** bits[side]``.
         skip: first tokens of a sample that are not counted.
         before_rope: K is taken before RoPE.
         on_tokens: hears of each finished sample.
@@ -110,7 +110,8 @@ def fisher_levels(
             torch.nn.functional.cross_entropy(logits, ids[0, 1:]).backward()  # type: ignore[no-untyped-call]
             on_tokens(len(sample))
     return {
-        index: {side: codebooks.nuq(counts[index, side], bits) for side in ("k", "v")} for index in layers
+        index: {side: codebooks.nuq(counts[index, side], bits[side]) for side in ("k", "v")}
+        for index in layers
     }
 
 

@@ -155,7 +155,9 @@ def test_fisher_levels_leave_no_trace_and_lie_where_errors_cost() -> None:
     wide = torch.full((2, 1, 16), 1000.0)
     before = {name: p.clone() for name, p in model.named_parameters()}
     ranges = dict.fromkeys(layers, (-wide, wide))
-    found = second_pass.fisher_levels(model, layers, ranges, tokens, bits=3, skip=1, before_rope=True)
+    found = second_pass.fisher_levels(
+        model, layers, ranges, tokens, bits={"k": 3, "v": 3}, skip=1, before_rope=True
+    )
     for index in layers:
         assert found[index]["k"].shape == (8,)
         # In a range far too wide all keys lie in the middle, and so do the levels that weigh anything.
@@ -177,7 +179,13 @@ def test_fisher_weights_are_those_of_the_loss(monkeypatch: pytest.MonkeyPatch) -
     )
     one = torch.ones(2, 1, 16)
     second_pass.fisher_levels(
-        model, layers, dict.fromkeys(layers, (-one, one)), tokens, bits=2, skip=0, before_rope=False
+        model,
+        layers,
+        dict.fromkeys(layers, (-one, one)),
+        tokens,
+        bits={"k": 2, "v": 2},
+        skip=0,
+        before_rope=False,
     )
     ids = torch.tensor([tokens.samples[0]])
     projection = model.model.layers[2].self_attn.k_proj
@@ -232,3 +240,23 @@ def test_candidates_with_different_windows_are_refused() -> None:
     )
     with pytest.raises(PlanRefused, match="different recent tokens"):
         trial.resolve(Recipe(), spec, {"mixed": mixed}, candidates, skip=False)
+
+
+def test_keys_with_large_biases_want_another_scheme(kvcal: Kvcal, tmp_path: Path) -> None:
+    """Rotation spreads what all tokens share over every channel; a scale or a mean per channel bears it."""
+    model = tiny.build_model(
+        "qwen2", head_dim=64, num_attention_heads=4, num_key_value_heads=2, hidden_size=128
+    )
+    with torch.no_grad():
+        for layer in model.model.layers:
+            bias = layer.self_attn.k_proj.bias.view(2, 64)
+            bias[0, [29, 61]], bias[1, [30, 62]] = 200.0, -150.0
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    tiny.build_tokenizer().save_pretrained(tmp_path / "model")
+    names = "int8-per-channel,vllm-int8-per-token-head,quarot-4,balanced-4,balanced-4-before-rope"
+    done = kvcal("compare", "--model", tmp_path / "model", *QUICK, "--schemes", names, "--json")
+    assert done.code == 0, done.stderr
+    kl = {row["scheme"]: row["fidelity"]["kl_mean"] for row in done.document["rows"]}
+    assert kl["int8-per-channel"] * 3 < kl["vllm-int8-per-token-head"]
+    assert kl["balanced-4"] * 3 < kl["quarot-4"]
+    assert kl["balanced-4-before-rope"] * 3 < kl["quarot-4"]

@@ -293,6 +293,10 @@ INT4 = {"format": "int4", "granularity": "per_token_head"}
             },
             "two ends",
         ),
+        (
+            {"k": INT4 | {"granularity": "per_channel", "codebook": "nuq"}, "v": INT4},
+            "nuq is for both K and V",
+        ),
         ({"k": INT4}, "a scheme has k and v"),
         ({"k": INT4, "v": {"format": "int7", "granularity": "per_head"}}, "unknown format 'int7'"),
         ({"k": INT4, "v": INT4, "sink": 4}, "did you mean 'sinks'"),

@@ -8,7 +8,6 @@ from typing import Any
 
 from kvcal import (
     arch,
-    chart,
     comparison,
     comparison_report,
     folding,
@@ -76,6 +75,8 @@ def _gates(recipe: Recipe, rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _write(folder: Path, rows: Sequence[Row], document: comparison_report.Document) -> None:
+    from kvcal import chart  # matplotlib takes a second to import, and only a picture needs it
+
     with bundle.translated_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         bundle.write_json(folder / "compare.json", document)

@@ -216,8 +216,8 @@ class Collector:
         self._total[channels] += _over_tokens(x).flatten()
         self._squares[channels] += _over_tokens(x.float().square()).flatten()
         magnitude = x.abs()
-        self._saturated[heads] += _per_head(magnitude > self._fmt.max)
-        self._zeroed[heads] += _per_head((magnitude <= self._fmt.rounds_to_zero) & (magnitude > 0))
+        self._saturated[heads] += _above(magnitude, self._fmt.max)
+        self._zeroed[heads] += _above(magnitude, 0.0) - _above(magnitude, self._fmt.rounds_to_zero)
         if self._collect == "distribution":
             found = self._distributions[key]
             histogram.count(x.transpose(1, 2), found["histogram"])
@@ -304,9 +304,13 @@ def _over_tokens(x: torch.Tensor) -> torch.Tensor:
     return x.sum(2, dtype=torch.float32).sum(0, dtype=torch.float64)
 
 
-def _per_head(mask: torch.Tensor) -> torch.Tensor:
-    """Number of true elements, ``(heads,)`` int64; a bool summed as such takes three times as long."""
-    return mask.flatten(2).view(torch.uint8).sum(-1).sum(0)
+def _above(magnitude: torch.Tensor, limit: float) -> torch.Tensor:
+    """Number of elements above a limit, ``(heads,)`` int64.
+
+    The sign of a difference is exact in every float dtype; comparing takes five times as long on a CPU.
+    """
+    over = (magnitude - limit).clamp_(min=0).sign_()
+    return over.sum((2, 3), dtype=torch.float32).long().sum(0)
 
 
 def _second_moments(x: torch.Tensor, kv_heads: int) -> torch.Tensor:

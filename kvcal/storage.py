@@ -183,7 +183,7 @@ def fit(
         spec: geometry of the model.
         model: its weights; the output projections are read.
         statistics: distributions in the view that the scheme wants: without its sinks, before RoPE or after.
-        extras: see :mod:`kvcal.surveys`.
+        extras: see :mod:`kvcal.second_pass`.
         seed: of random rotations.
     """
     modules = dict(model.named_modules())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
@@ -39,7 +37,7 @@ def cost(levels: torch.Tensor, values: torch.Tensor, weights: torch.Tensor) -> f
         unique_by=lambda p: p[0],
     )
 )
-def test_two_bits_are_close_to_the_best_partition(points: list[tuple[int, float]]) -> None:
+def test_levels_are_the_means_of_what_is_nearest_to_them(points: list[tuple[int, float]]) -> None:
     counts = torch.zeros(codebooks.BINS, dtype=torch.float64)
     for place, weight in points:
         counts[place] += weight
@@ -49,15 +47,15 @@ def test_two_bits_are_close_to_the_best_partition(points: list[tuple[int, float]
     values = (torch.arange(codebooks.BINS) + 0.5) / (codebooks.BINS / 2) - 1
     kept = counts.nonzero().flatten()
     x, w = values[kept].double(), counts[kept]
-    best = min(
-        sum(
-            float((w[a:b] * (x[a:b] - (w[a:b] * x[a:b]).sum() / w[a:b].sum()).square()).sum())
-            for a, b in itertools.pairwise((0, *cuts, len(x)))
-        )
-        for cuts in itertools.combinations(range(1, len(x)), 3)
-    )
+    nearest = (x[:, None] - found.double()).abs().argmin(1)
+    for level in range(4):  # the fixed point of Lloyd's algorithm, which need not be the best there is
+        mine = nearest == level
+        if bool(mine.any()):
+            assert float(found[level]) == pytest.approx(
+                float((w[mine] * x[mine]).sum() / w[mine].sum()), abs=1e-6
+            )
     one = float((w * (x - (w * x).sum() / w.sum()).square()).sum())
-    assert cost(found.double(), x, w) <= best + 0.25 * one  # Lloyd's algorithm ends in a local minimum
+    assert cost(found.double(), x, w) < 0.5 * one + 1e-12
 
 
 def test_weights_move_levels_to_where_errors_cost() -> None:

@@ -76,8 +76,8 @@ Schemes = Annotated[
     str | None,
     typer.Option(
         "--schemes",
-        help="Names or files of schemes, with commas between; by default all that kvcal ships but mixed ones (see"
-        " `kvcal recipes schemes`).",
+        help="Names or files of schemes, with commas between; by default all that kvcal ships but mixed ones"
+        " (see `kvcal recipes schemes`).",
     ),
 ]
 

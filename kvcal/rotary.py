@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvcal.arch import LayerSpec
+from kvcal.errors import ModelError
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -21,16 +22,20 @@ def apply(x: torch.Tensor, layer: LayerSpec, rotary: Rotary | None, *, inverse: 
     Args:
         x: ``(batch, heads, tokens, head_dim)``.
         layer: which channels turn, and with which.
-        rotary: ``(cos, sin)``, each ``(1 or batch, tokens, rotary_dim)``; None leaves ``x`` as it is, in a
-            layer without positions.
+        rotary: ``(cos, sin)``, each ``(1 or batch, tokens, rotary_dim)``; of a layer without positions, which
+            leaves ``x`` as it is, also None.
         inverse: turn by the negative angle. Where a model scales its cosines and sines (YaRN), division by
             their length makes up for it.
 
     Returns:
         In the shape of ``x``, float32.
+
+    Raises:
+        ModelError: the layer has positions, and its model did not hand over its angles.
     """
-    if rotary is None or layer.rope == "none":
+    if layer.rope == "none":
         return x.float()
+    rotary = _required(rotary, layer)
     pairs = layer.rotary_dim // 2
     if layer.rope == "interleaved":
         first = torch.arange(0, layer.rotary_dim, 2, device=x.device)
@@ -58,11 +63,21 @@ def as_seen_by_keys(
     the positions it sees, evenly spread over all queries (multiples of the golden ratio), the same in every
     run.
     """
-    if rotary is None or layer.rope == "none":
+    if layer.rope == "none":
         return q.float()
+    rotary = _required(rotary, layer)
     position = torch.arange(q.shape[2], device=q.device)
     spread = (position.double() * _GOLDEN).frac()
     reach = position + 1 if window is None else (position + 1).clamp(max=window)
     key = position - (spread * reach).long()
     cos, sin = rotary
     return apply(q, layer, (cos[:, key], sin[:, key]), inverse=True)
+
+
+def _required(rotary: Rotary | None, layer: LayerSpec) -> Rotary:
+    if rotary is None:
+        raise ModelError(
+            f"layer {layer.index}: {layer.module} was called without position_embeddings, so K before RoPE is"
+            " not known; take schemes without before_rope"
+        )
+    return rotary

@@ -7,6 +7,7 @@ import torch
 
 from kvcal import calibrate, capture, rotary
 from kvcal.capture import AttentionCall
+from kvcal.errors import ModelError
 from tests import tiny
 from tests.test_calibrate import token_set
 from tests.test_storage import spec_of
@@ -104,3 +105,9 @@ def test_an_error_before_rope_costs_what_the_moments_of_such_queries_say() -> No
         measured += float(per_query.sum())
         pairs += per_query.numel()
     assert measured / pairs == pytest.approx(float(predicted), rel=0.1)
+
+
+def test_angles_that_are_missing_are_not_taken_for_no_angles() -> None:
+    layer = spec_of(tiny.build_model()).layers[0]
+    with pytest.raises(ModelError, match="called without position_embeddings"):
+        rotary.apply(torch.ones(1, 2, 3, 16), layer, None, inverse=True)

@@ -260,3 +260,39 @@ def test_keys_with_large_biases_want_another_scheme(kvcal: Kvcal, tmp_path: Path
     assert kl["int8-per-channel"] * 3 < kl["vllm-int8-per-token-head"]
     assert kl["balanced-4"] * 3 < kl["quarot-4"]
     assert kl["balanced-4-before-rope"] * 3 < kl["quarot-4"]
+
+
+def test_a_limit_on_kl_takes_no_more_bits_than_it_needs(kvcal: Kvcal, folder: Path, tmp_path: Path) -> None:
+    rows = {}
+    for name, limit in (("strict", 0.1), ("loose", 10.0)):
+        path = tmp_path / f"{name}.yaml"
+        fields = {"description": "", "source": "", "candidates": ["balanced-2", "balanced-4"]}
+        path.write_text(yaml.safe_dump(fields | {"mixed": {"max_kl": limit, "passes": 12, "samples": 1}}))
+        done = kvcal("compare", "--model", folder, *QUICK, "--schemes", path, "--json")
+        assert done.code == 0, done.stderr
+        (rows[name],) = done.document["rows"]
+    assert set(rows["loose"]["mixture"]["k"]) == {"balanced-2"}
+    assert rows["strict"]["bits_per_element"] > rows["loose"]["bits_per_element"]
+    assert rows["strict"]["fidelity"]["kl_mean"] < rows["loose"]["fidelity"]["kl_mean"]
+
+
+def test_other_text_can_judge(kvcal: Kvcal, folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "judge.txt"
+    text.write_text(
+        "\n\n".join(f"Paragraph {i} says that {i} and {i + 1} make {2 * i + 1}." for i in range(4000))
+    )
+    names = ("--schemes", "fp8", "--evaluation-dataset", text, "--json")
+    found = kvcal("compare", "--model", folder, *QUICK, *names).document["manifest"]
+    assert found["evaluation"]["dataset"] == str(text)
+    assert found["calibration"]["dataset"] == "builtin"
+
+
+def test_objectives_are_benched_for_each_granularity(kvcal: Kvcal, folder: Path) -> None:
+    options = ("--samples", "2", "--seq-len", "40", "--formats", "fp8,int3", "--json")
+    done = kvcal("bench", "objectives", "--model", folder, *options)
+    assert done.code == 0, done.stderr
+    assert len(done.document) == 3 * 4 * (1 + 2)
+    kl = {
+        (r["format"], r["granularity"], r["objective"], r["zero_point"]): r["kl_mean"] for r in done.document
+    }
+    assert kl["int3", "per_tensor", "mse", "none"] < kl["int3", "per_tensor", "amax", "none"]

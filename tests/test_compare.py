@@ -244,15 +244,7 @@ def test_candidates_with_different_windows_are_refused() -> None:
 
 def test_keys_with_large_biases_want_another_scheme(kvcal: Kvcal, tmp_path: Path) -> None:
     """Rotation spreads what all tokens share over every channel; a scale or a mean per channel bears it."""
-    model = tiny.build_model(
-        "qwen2", head_dim=64, num_attention_heads=4, num_key_value_heads=2, hidden_size=128
-    )
-    with torch.no_grad():
-        for layer in model.model.layers:
-            bias = layer.self_attn.k_proj.bias.view(2, 64)
-            bias[0, [29, 61]], bias[1, [30, 62]] = 200.0, -150.0
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
-    tiny.build_tokenizer().save_pretrained(tmp_path / "model")
+    tiny.save_with_key_biases(tmp_path / "model")
     names = "int8-per-channel,vllm-int8-per-token-head,quarot-4,balanced-4,balanced-4-before-rope"
     done = kvcal("compare", "--model", tmp_path / "model", *QUICK, "--schemes", names, "--json")
     assert done.code == 0, done.stderr

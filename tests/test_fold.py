@@ -151,15 +151,7 @@ def test_fp8_takes_folds_too(deliver: str, unbalanced: Path, tmp_path: Path, kvc
 
 def test_large_key_biases_cost_int8_a_tenth_after_folding(tmp_path: Path, kvcal: Kvcal) -> None:
     """Qwen2 has biases of K in the hundreds; without folds every other channel drowns in their scale."""
-    model = tiny.build_model(
-        "qwen2", head_dim=64, num_attention_heads=4, num_key_value_heads=2, hidden_size=128
-    )
-    with torch.no_grad():
-        for layer in model.model.layers:
-            bias = layer.self_attn.k_proj.bias.view(2, 64)
-            bias[0, [29, 61]], bias[1, [30, 62]] = 200.0, -150.0
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
-    tiny.build_tokenizer().save_pretrained(tmp_path / "model")
+    tiny.save_with_key_biases(tmp_path / "model")
     done = kvcal(
         "calibrate",
         "--model",

@@ -103,6 +103,18 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
+def save_with_key_biases(folder: Path) -> Path:
+    """A Qwen2 whose K has biases in the hundreds in one pair of channels per head, as some real ones have."""
+    model = build_model("qwen2", head_dim=64, num_attention_heads=4, num_key_value_heads=2, hidden_size=128)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            bias = layer.self_attn.k_proj.bias.view(2, 64)
+            bias[0, [29, 61]], bias[1, [30, 62]] = 200.0, -150.0
+    model.to(torch.bfloat16).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
 def save(folder: Path, family: str = "llama", *, dtype: str = "bfloat16", **changes: Any) -> Path:
     """A complete checkpoint folder."""
     model = build_model(family, **changes).to(getattr(torch, dtype))

@@ -15,13 +15,14 @@ that it gets. No engine rotates K so online; V's map commutes with attention and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 
+from kvcal.arch import ModelSpec
 from kvcal.kernels import reference
 from kvcal.recipe import Side
-from kvcal.scheme import SideScheme
+from kvcal.scheme import CacheSide, SideScheme
 from kvcal.statistics import SideStatistics
 
 # A direction is stretched at most so much more than another: beyond it, noise of the moments is amplified.
@@ -64,7 +65,7 @@ class Basis:
 
 def choose(
     scheme: SideScheme,
-    side: Literal["k", "v"],
+    side: CacheSide,
     seen: dict[Side, SideStatistics],
     output: torch.Tensor,
     seed: int,
@@ -90,7 +91,7 @@ def choose(
     if scheme.basis == "balanced":
         forward, back = _balanced(*_cost(side, seen, moments, output))
     elif scheme.basis != "none":
-        forward = _orthogonal(scheme.basis, head_dim, seed).expand(kv_heads, -1, -1)
+        forward = orthogonal(scheme.basis, head_dim, seed).expand(kv_heads, -1, -1)
         back = forward.mT
     turned = moments if forward is None else forward @ moments @ forward.mT
     rms = turned.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=torch.finfo(torch.float32).tiny).sqrt()
@@ -112,8 +113,18 @@ def read_by(projection: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Ten
     return torch.einsum("ohgd,ohge->hde", grouped, grouped)
 
 
+def readers(model: Any, spec: ModelSpec) -> dict[int, torch.Tensor]:
+    """:func:`read_by` of every layer of a model as its weights are now."""
+    return {
+        layer.index: read_by(
+            model.get_submodule(f"{layer.module}.{spec.projections.o}").weight, layer.kv_heads, layer.head_dim
+        )
+        for layer in spec.layers
+    }
+
+
 def _cost(
-    side: Literal["k", "v"], seen: dict[Side, SideStatistics], moments: torch.Tensor, output: torch.Tensor
+    side: CacheSide, seen: dict[Side, SideStatistics], moments: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Second moments of what is stored and of what reads it."""
     if side == "k":
@@ -132,7 +143,7 @@ def _balanced(stored: torch.Tensor, reading: torch.Tensor) -> tuple[torch.Tensor
     root, inverse_root = _power(c, 0.5), _power(c, -0.5)
     values, vectors = torch.linalg.eigh(inverse_root @ _power(root @ e @ root, 0.5) @ inverse_root)
     values = torch.maximum(values, values.amax(-1, keepdim=True) / _CONDITION**2).unsqueeze(-2)
-    hadamard = _orthogonal("hadamard", c.shape[-1], 0)
+    hadamard = orthogonal("hadamard", c.shape[-1], 0)
     return (
         hadamard @ (vectors * values.sqrt()) @ vectors.mT,
         (vectors * values.rsqrt()) @ vectors.mT @ hadamard.mT,
@@ -155,8 +166,11 @@ def _power(matrix: torch.Tensor, exponent: float) -> torch.Tensor:
     return found
 
 
-def _orthogonal(kind: str, head_dim: int, seed: int) -> torch.Tensor:
-    """``(head_dim, head_dim)`` float64, orthonormal."""
+def orthogonal(kind: str, head_dim: int, seed: int) -> torch.Tensor:
+    """``(head_dim, head_dim)`` float64, orthonormal; ``seed`` is that of the two random kinds.
+
+    ``kind``: ``hadamard``, ``random_hadamard`` or ``random_orthogonal``.
+    """
     eye = torch.eye(head_dim, dtype=torch.float64)
     if kind == "random_orthogonal":
         generator = torch.Generator().manual_seed(seed)

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import torch
 
-from kvcal import calibrate, evaluate, folding, formats, objectives, scales, storage
+from kvcal import basis, calibrate, evaluate, folding, formats, objectives, scales, storage
 from kvcal.cache import QuantizedCache
 from kvcal.calibrate import View
 from kvcal.data import TokenSet
@@ -192,6 +192,7 @@ def static_objectives(
     seen = calibrate.views(
         model, plan.layers, batch_size, setting, (view,), on_tokens=on_tokens, collect="distribution"
     )
+    reading = basis.readers(model, plan.model)
     variants: dict[tuple[str, str, str, str], Variant] = {}
     for name in names:
         zeros = ("none", "float") if formats.get(name).integer else ("none",)
@@ -201,7 +202,7 @@ def static_objectives(
             tried = {"description": objective, "source": "", "k": side, "v": side, "sinks": _SINKS}
             scheme = Scheme.model_validate(tried)
             variants[name, gran, objective, zero] = Variant(
-                storage.fit(scheme, plan.model, model, seen[view])
+                storage.fit(scheme, plan.model, reading, seen[view])
             )
     found = evaluate.fidelities(
         model, variants, plan.recipe.evaluation.batch_size, judging, on_tokens=on_tokens

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvcal import allocate, calibrate, capture, second_pass, sensitivity, storage
+from kvcal import allocate, basis, calibrate, capture, second_pass, sensitivity, storage
 from kvcal.allocate import Assignment, Option
 from kvcal.cache import Cache
 from kvcal.calibrate import View
@@ -138,7 +138,8 @@ class Comparison:
         """Every scheme fitted, from one calibration pass."""
         views = {name: view_of(scheme) for name, scheme in schemes.items()}
         statistics = self._statistics(set(views.values()))
-        return {name: self._fit(scheme, statistics[views[name]]) for name, scheme in schemes.items()}
+        reading = basis.readers(self.model, self.trial.model)
+        return {name: self._fit(scheme, statistics[views[name]], reading) for name, scheme in schemes.items()}
 
     def mix(self, scheme: Scheme, fitted: Mapping[str, Cache]) -> Selection:
         """Measure what each layer's K and V costs in each candidate, and choose within the scheme's limit."""
@@ -216,11 +217,11 @@ class Comparison:
                 collect="distribution",
             )
 
-    def _fit(self, scheme: Scheme, statistics: Statistics) -> Cache:
+    def _fit(self, scheme: Scheme, statistics: Statistics, reading: Mapping[int, torch.Tensor]) -> Cache:
         return storage.fit(
             scheme,
             self.trial.model,
-            self.model,
+            reading,
             statistics,
             extras=self._extras(scheme, statistics),
             seed=self.trial.recipe.calibration.seed,

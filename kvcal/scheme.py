@@ -21,6 +21,7 @@ from kvcal.recipe import Mixed, ScaleRule, Section
 UNQUANTIZED = "bf16"
 UNQUANTIZED_BITS = 16
 
+CacheSide = Literal["k", "v"]
 Basis = Literal["none", "hadamard", "random_hadamard", "random_orthogonal", "balanced"]
 
 
@@ -250,7 +251,7 @@ class Scheme(Section):
             faults.append("flush: block needs recent")
         return faults
 
-    def sides(self) -> dict[Literal["k", "v"], SideScheme]:
+    def sides(self) -> dict[CacheSide, SideScheme]:
         """K and V of a scheme that is not mixed."""
         assert self.k is not None
         assert self.v is not None
@@ -263,7 +264,7 @@ class Scheme(Section):
         """
         return sum(self.side_bits(side, kv_heads, head_dim, context) for side in self.sides()) / 2
 
-    def side_bits(self, side: Literal["k", "v"], kv_heads: int, head_dim: int, context: int) -> float:
+    def side_bits(self, side: CacheSide, kv_heads: int, head_dim: int, context: int) -> float:
         """The same of K or V alone."""
         kept = min(self.sinks + self.recent, context) / context
         return (1 - kept) * self.sides()[side].bits(kv_heads, head_dim) + kept * UNQUANTIZED_BITS

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from kvcal import capture, codebooks, rotary
 from kvcal.arch import LayerSpec
 from kvcal.data import TokenSet
-
-CacheSide = Literal["k", "v"]
+from kvcal.scheme import CacheSide
 
 # llm-compressor's averaging_constant (observers/min_max.py).
 _AVERAGING = 0.01

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 import torch
 
 from kvcal import codebooks, objectives, online, rotary, windows
 from kvcal.arch import LayerSpec, ModelSpec
-from kvcal.basis import Basis, choose, read_by
+from kvcal.basis import Basis, choose
 from kvcal.capture import AttentionCall, Tensors, Versions
 from kvcal.kernels import codes, groups
 from kvcal.recipe import Side
 from kvcal.scales import from_amax
-from kvcal.scheme import Scheme, SideScheme
+from kvcal.scheme import CacheSide, Scheme, SideScheme
 from kvcal.statistics import SideStatistics, Statistics
-
-CacheSide = Literal["k", "v"]
 
 
 @dataclass(frozen=True)
@@ -170,7 +167,7 @@ NO_EXTRAS = Extras({}, {})
 def fit(
     scheme: Scheme,
     spec: ModelSpec,
-    model: Any,
+    readers: Mapping[int, torch.Tensor],
     statistics: Statistics,
     *,
     extras: Extras = NO_EXTRAS,
@@ -181,17 +178,14 @@ def fit(
     Args:
         scheme: one that is not mixed.
         spec: geometry of the model.
-        model: its weights; the output projections are read.
+        readers: of V per layer, :func:`kvcal.basis.readers`.
         statistics: distributions in the view that the scheme wants: without its sinks, before RoPE or after.
         extras: see :mod:`kvcal.second_pass`.
         seed: of random rotations.
     """
-    modules = dict(model.named_modules())
     stores: dict[int, dict[CacheSide, Store]] = {}
     for layer in spec.layers:
-        projection = modules[f"{layer.module}.{spec.projections.o}"].weight
-        output = read_by(projection, layer.kv_heads, layer.head_dim)
-        seen = statistics.layers[layer.index]
+        output, seen = readers[layer.index], statistics.layers[layer.index]
         stores[layer.index] = {
             side: _store(part, side, seen, output, extras, layer.index, seed)
             for side, part in scheme.sides().items()

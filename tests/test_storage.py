@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcal import arch, calibrate, capture, evaluate, scheme, storage
+from kvcal import arch, basis, calibrate, capture, evaluate, scheme, storage
 from kvcal.comparison import view_of
 from kvcal.data import TokenSet
 from kvcal.errors import RecipeError
@@ -54,7 +54,7 @@ def spec_of(model: Any) -> arch.ModelSpec:
 def fitted(model: Any, wanted: Scheme, tokens: TokenSet = TOKENS) -> storage.StoredCache:
     spec, view = spec_of(model), view_of(wanted)
     seen = calibrate.views(model, spec.layers, 1, tokens, (view,), collect="distribution")[view]
-    return storage.fit(wanted, spec, model, seen)
+    return storage.fit(wanted, spec, basis.readers(model, spec), seen)
 
 
 def prefill(model: Any, cache: evaluate.Cache) -> torch.Tensor:

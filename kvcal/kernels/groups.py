@@ -19,6 +19,9 @@ ZeroPoint = Literal["none", "integer", "float"]
 # What ``clip: search`` tries; of a Gaussian group of 64 the best is 0.96 at 4 bits and 0.64 at 2.
 SEARCHED_CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
 
+# A scale of 8 bits is never 0, for that would erase a group that is only small.
+_LEAST_SCALE = FP8_E4M3.min_subnormal
+
 
 def quantize_dequantize(
     x: torch.Tensor,
@@ -76,7 +79,7 @@ def with_gaussian_levels(
 ) -> torch.Tensor:
     """Levels for N(0, 1) times the root mean square of each group, float32 in the shape of ``x``."""
     groups = grouping.to_canonical(x.float())
-    scale = _stored(groups.square().mean(-1, keepdim=True).sqrt(), scale_bits, None)
+    scale = _stored(groups.square().mean(-1, keepdim=True).sqrt(), scale_bits, None, _LEAST_SCALE)
     safe = torch.where(scale == 0, 1.0, scale)
     back: torch.Tensor = grouping.from_canonical(nearest_level(groups / safe, levels) * scale, x.shape)
     return back
@@ -102,33 +105,26 @@ def _through(
     unit: torch.Tensor | None,
 ) -> torch.Tensor:
     if zero_point == "none":
-        scale = _stored(torch.maximum(high, -low) * clip / fmt.max, scale_bits, unit)
+        scale = _stored(torch.maximum(high, -low) * clip / fmt.max, scale_bits, unit, _LEAST_SCALE)
         safe = torch.where(scale == 0, 1.0, scale)
         return codes.round_to_format(x / safe, fmt) * scale
     middle, reach = (high + low) / 2, (high - low) / 2 * clip
     steps = 2**fmt.bits - 1
-    scale = _stored(2 * reach / steps, scale_bits, unit)
+    scale = _stored(2 * reach / steps, scale_bits, unit, _LEAST_SCALE)
     if zero_point == "float":
-        base = _stored_signed(middle - reach, scale_bits, unit)
+        base = _stored(middle - reach, scale_bits, unit, -FP8_E4M3.max)
         return codes.dequantize_asymmetric(codes.quantize_asymmetric(x, base, scale, fmt), base, scale)
     safe = torch.where(scale == 0, 1.0, scale)
     zero = (-(middle - reach) / safe).round().clamp(0, steps)
     return ((x / safe).round() + zero).clamp(0, steps).sub(zero) * scale
 
 
-def _stored(scale: torch.Tensor, bits: int, unit: torch.Tensor | None) -> torch.Tensor:
-    """A scale as it is read back. At 8 bits never 0, for that would erase a group that is only small."""
+def _stored(value: torch.Tensor, bits: int, unit: torch.Tensor | None, least: float) -> torch.Tensor:
+    """A scale or offset as it is read back; ``least`` is the smallest that 8 bits count down to."""
     if bits == 8:
-        counted = (scale / _unit(unit)).clamp(FP8_E4M3.min_subnormal, FP8_E4M3.max)
+        counted = (value / _unit(unit)).clamp(least, FP8_E4M3.max)
         return counted.to(torch.float8_e4m3fn).float() * _unit(unit)
-    return scale.half().float() if bits == 16 else scale
-
-
-def _stored_signed(low: torch.Tensor, bits: int, unit: torch.Tensor | None) -> torch.Tensor:
-    if bits == 8:
-        counted = (low / _unit(unit)).clamp(-FP8_E4M3.max, FP8_E4M3.max)
-        return counted.to(torch.float8_e4m3fn).float() * _unit(unit)
-    return low.half().float() if bits == 16 else low
+    return value.half().float() if bits == 16 else value
 
 
 def _unit(unit: torch.Tensor | None) -> torch.Tensor:

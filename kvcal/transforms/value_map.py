@@ -23,7 +23,9 @@ from typing import Any
 
 import torch
 
+from kvcal import objectives
 from kvcal.arch import ModelSpec
+from kvcal.basis import orthogonal
 from kvcal.formats import FP8_E4M3
 from kvcal.kernels import reference
 from kvcal.recipe import ScaleRule
@@ -47,12 +49,10 @@ def hadamard(model: ModelSpec, *, seed: int | None) -> Transforms:
     """Orthonormal Hadamard transform of every head, with random signs if there is a seed."""
     found = {}
     for layer in model.layers:
-        eye = torch.eye(layer.head_dim, dtype=torch.float64)
-        if seed is not None:
-            signs = reference.random_signs(layer.head_dim, seed + layer.index).double()
-            eye = eye * signs
-        # Rows of the result are H e_i, so N is its transpose.
-        rotation = reference.hadamard(eye.T).T.contiguous()
+        if seed is None:
+            rotation = orthogonal("hadamard", layer.head_dim, 0)
+        else:
+            rotation = orthogonal("random_hadamard", layer.head_dim, seed + layer.index)
         found[layer.index] = LayerTransform(value_map=rotation.expand(layer.kv_heads, -1, -1).contiguous())
     return Transforms(found)
 
@@ -60,10 +60,9 @@ def hadamard(model: ModelSpec, *, seed: int | None) -> Transforms:
 def balanced(statistics: Statistics, model: ModelSpec, weights: Any) -> Transforms:
     """The closed form with diagonal moments; ``weights`` is the model, for its output projections."""
     found = {}
+    reading = objectives.value_weights(weights, model)
     for layer in model.layers:
-        output = weights.get_submodule(f"{layer.module}.{model.projections.o}").weight.detach()
-        c_v = statistics.layers[layer.index]["v"].squares
-        c_o = output.double().cpu().square().sum(0).view(layer.kv_heads, -1, layer.head_dim).sum(1)
+        c_v, c_o = statistics.layers[layer.index]["v"].squares, reading[layer.index]
         factor = (floored(c_o) / floored(c_v)) ** 0.25
         eye = torch.eye(layer.head_dim, dtype=torch.float64)
         rotation = reference.hadamard(eye)

@@ -30,6 +30,12 @@ RANKS: dict[str, float] = {
     "kernels.groups": 5.2,
     "kernels.quantize": 5,
     "kernels.attention": 5.2,
+    "kernels.paged": 5,
+    "kernels.words": 5,
+    "kernels.paged_reference": 5.2,
+    "kernels.tuning": 5.2,
+    "kernels.paged_write": 5.3,
+    "kernels.paged_attention": 5.3,
     "kernels.dispatch": 5.5,
     "histogram": 5.5,
     "windows": 5,
@@ -155,7 +161,13 @@ def test_inner_package_files_are_empty(path: Path) -> None:
     assert path.read_bytes() == b""
 
 
-DEFINITIONS = ("kernels.reference", "kernels.codes", "kernels.groups")  # in torch alone
+DEFINITIONS = (
+    "kernels.reference",
+    "kernels.codes",
+    "kernels.groups",
+    "kernels.paged",
+    "kernels.paged_reference",
+)  # in torch alone
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("kernels.")])

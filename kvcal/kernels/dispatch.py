@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcal.kernels import reference
+from kvcal.kernels import paged_reference, reference
 
 REFERENCE = "torch reference"
 
@@ -21,13 +21,27 @@ class Backend:
     name: str
     quantize: Callable[..., torch.Tensor]
     quantized_attention: Callable[..., torch.Tensor]
+    paged_attention: Callable[..., torch.Tensor]
+    write: Callable[..., None]
 
 
 def choose(device: torch.device) -> Backend:
     """Triton on a CUDA device; the torch definition elsewhere and under ``KVCAL_EAGER=1``."""
     eager = os.environ.get("KVCAL_EAGER") == "1"
     if device.type == "cuda" and not eager and importlib.util.find_spec("triton"):
-        from kvcal.kernels import attention, quantize
+        from kvcal.kernels import attention, paged_attention, paged_write, quantize
 
-        return Backend("triton", quantize.quantize, attention.quantized_attention)
-    return Backend(REFERENCE, reference.quantize, reference.quantized_attention)
+        return Backend(
+            "triton",
+            quantize.quantize,
+            attention.quantized_attention,
+            paged_attention.paged_attention,
+            paged_write.write,
+        )
+    return Backend(
+        REFERENCE,
+        reference.quantize,
+        reference.quantized_attention,
+        paged_reference.paged_attention,
+        paged_reference.write,
+    )

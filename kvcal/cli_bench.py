@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -121,3 +122,32 @@ def bench_objectives(
         ),
         as_json,
     )
+
+
+@app.command("attention")
+def bench_attention(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="BATCH,HEADS,KV_HEADS,LENGTH,HEAD_DIM; repeat it. Default: five shapes."),
+    ] = None,
+    fmt: Annotated[
+        list[str] | None, typer.Option("--format", help="Format to time; repeat it. Default: all.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=2, help="Replays of each graph.")] = 30,
+    output: Annotated[Path | None, typer.Option(help="Folder for JSON, Markdown and a PNG.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time decode attention over a paged cache on a GPU, beside other kernels.
+
+    Each implementation is first checked against float64. Percentages are of what a plain read reaches in
+    the same run.
+
+    Example: kvcal bench attention --format fp8_e4m3 --shape 8,32,8,16384,128
+    """
+    from kvcal import attention_report, run
+
+    found = run.run_bench_attention(shape or [], fmt or [], repeats, output, terminal.narrator())
+    if as_json:
+        terminal.print_json(found.document)
+    else:
+        attention_report.show(terminal.console(), found)

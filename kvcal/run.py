@@ -11,6 +11,8 @@ import torch
 
 from kvcal import (
     arch,
+    attention_bench,
+    attention_report,
     bench,
     check,
     check_live,
@@ -260,6 +262,18 @@ def run_bench_objectives(
     model, resolved, text = _open(request, recipe, narrator)
     with narrator.bar("bench", text.tokens) as on_tokens:
         return bench.static_objectives(model, resolved, text, names, on_tokens)
+
+
+def run_bench_attention(
+    shapes: Sequence[str], names: Sequence[str], repeats: int, output: Path | None, narrator: Narrator
+) -> attention_bench.Measurement:
+    """Decode attention of every format beside others' kernels; files in ``output``."""
+    chosen = [attention_bench.Shape.parse(text) for text in shapes] or attention_bench.SHAPES
+    found = attention_bench.measure(chosen, names, repeats, say=narrator.say)
+    if output is not None:
+        attention_report.write(found, output)
+        narrator.say(f"wrote attention.json, attention.md and attention.png to {output}")
+    return found
 
 
 def _open(

@@ -481,7 +481,7 @@ def _spans(
         channel = word * V_PER_WORD + j
         value = sums[j]  # type: ignore[var-annotated]
         if V_SHARING == "token_head":
-            value = (value - words.offset(V_KIND, j) * rounded[:, None]) * v_unit[None, :]
+            value = (value - words.summed_offset(V_KIND, j) * rounded[:, None]) * v_unit[None, :]
             value = (value * words.factor(V_KIND) + lows[:, None]) * inverse[:, None]
         elif V_SHARING == "group":
             value = value * inverse[:, None] * tl.load(v_static_ptr)
@@ -489,7 +489,7 @@ def _spans(
                 value *= words.factor(V_KIND) / _NVFP4_LIFT
         else:
             scale = _of_channels(v_static_ptr, channel, HEAD_DIM, V_SHARING) * words.factor(V_KIND)
-            value = value * inverse[:, None] - (words.offset(V_KIND, j) * kept)[:, None]
+            value = value * inverse[:, None] - (words.summed_offset(V_KIND, j) * kept)[:, None]
             value *= scale[None, :]
             if V_LOW:
                 value += _of_channels(v_static_low_ptr, channel, HEAD_DIM, V_SHARING)[None, :] * kept[:, None]
@@ -686,7 +686,7 @@ def _tile(  # type: ignore[no-untyped-def]
 
     logits = tl.zeros((ROWS, KEYS), tl.float32)
     for j in tl.static_range(K_PER_WORD):
-        k = _operand(k_words, k_beside, k_low, j, K_KIND, K_SHARING, K_LOW, PTX)
+        k = _operand(k_words, k_beside, k_low, j, K_KIND, K_SHARING, K_LOW, True, PTX)
         logits = tl.dot(qs[j], tl.trans(k), logits)
     if K_SHARING == "token_head":
         logits = (logits - shift[:, None]) * (k_beside[None, :] * unit[:, None])
@@ -728,7 +728,7 @@ def _tile(  # type: ignore[no-untyped-def]
     rounded = rounded * sum_fade + tl.sum(p.to(tl.float32), 1)
     new_sums = ()
     for j in tl.static_range(V_PER_WORD):
-        v = _operand(v_words, v_beside, v_low, j, V_KIND, V_SHARING, V_LOW, PTX)
+        v = _operand(v_words, v_beside, v_low, j, V_KIND, V_SHARING, V_LOW, False, PTX)
         new_sums += (tl.dot(p, v, sums[j] * sum_fade[:, None]),)  # type: ignore[assignment]
     return above, weight, rounded, lows, v_unit, new_sums
 
@@ -806,9 +806,13 @@ def _operand(
     KIND: tl.constexpr,
     SHARING: tl.constexpr,
     LOW: tl.constexpr,
+    KEYS_SIDE: tl.constexpr,
     PTX: tl.constexpr,
 ) -> tl.tensor:
-    """The ``J``-th codes as the dot takes them: with offset, except where groups have scales."""
+    """The ``J``-th codes as the dot takes them: with offset, except where groups have scales.
+
+    Of V only small offsets stay (:func:`kvcal.kernels.words.summed_offset`).
+    """
     x = decode(word, J, KIND, PTX)
     if SHARING == "group":
         if words.offset(KIND, J) != 0.0:
@@ -816,6 +820,8 @@ def _operand(
         x = x * scale
         if LOW:
             x += low
+    elif not KEYS_SIDE and words.summed_offset(KIND, J) != words.offset(KIND, J):
+        x = (x - words.offset(KIND, J)).to(tl.float16)
     return x
 
 

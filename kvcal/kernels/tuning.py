@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -84,8 +85,9 @@ def choose(key: Key, bytes_read: float, run: Callable[[Tuning], None]) -> Tuning
     times = {}
     for candidate in candidates:
         try:
-            times[candidate] = triton.testing.do_bench(
-                lambda how=candidate: run(how), warmup=5, rep=20, return_mode="median"
+            # Through a graph: launching from Python takes as long as a kernel.
+            times[candidate] = triton.testing.do_bench_cudagraph(
+                functools.partial(run, candidate), rep=20, return_mode="median"
             )
         except triton.runtime.errors.OutOfResources:
             continue  # too much shared memory for this card

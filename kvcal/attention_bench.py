@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import math
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -28,6 +30,10 @@ LIMIT = 1e-2
 
 _READ_BYTES = 2 << 30
 _SEED = 0
+_FEWEST_CALLS = 12
+
+# Workspaces of peers, splits, and what the allocator keeps.
+_SPARE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ class Row:
         high: third quartile.
         terabytes_per_second: bytes of K and V, scales that lie with the tokens included.
         percent_of_peak: of the read peak measured in the same run.
-        speed_of_bf16: time of kvcal's bf16 kernel over this one's.
+        speed_of_bf16: time of kvcal's bf16 kernel over this one's in the same round, the median.
         error: relative, against float64.
         failure: why there is no time.
     """
@@ -190,12 +196,15 @@ def measure(
         say: told of each shape.
 
     Raises:
-        UsageError: no GPU, or a format that no kernel reads.
+        UsageError: no GPU, a format that no kernel reads, or a shape that does not fit into memory.
     """
     cases = cases_named(names)
     if not torch.cuda.is_available():
         raise UsageError("bench attention measures a GPU, and none is visible here")
     torch.manual_seed(_SEED)
+    peers = [peer for peer in PEERS if peer.missing() is None]
+    for shape in shapes:
+        require_room(shape, cases, peers, torch.cuda.mem_get_info()[0], _l2_bytes())
     first = _read_peak()
     found: list[tuple[Shape, list[_Entry]]] = []
     for shape in shapes:
@@ -207,6 +216,7 @@ def measure(
     peak = max(first, last)
     environment = {
         "card": torch.cuda.get_device_name(),
+        "driver": _driver(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         **{name: _version(name) for name in ("triton", "vllm", "flashinfer-python")},
@@ -228,7 +238,7 @@ def rows_of(shape: str, entries: Sequence[_Entry], peak: float) -> list[Row]:
         entries: the first of ours named ``bf16`` is what others are compared with.
         peak: bytes per second.
     """
-    base = next((median(e.times) for e in entries if e.name == "bf16" and e.times), None)
+    base = next((e.times for e in entries if e.name == "bf16" and e.times and e.failure is None), None)
     rows = []
     for entry in entries:
         if entry.failure is not None or not entry.times:
@@ -248,7 +258,7 @@ def rows_of(shape: str, entries: Sequence[_Entry], peak: float) -> list[Row]:
                 high * 1e6,
                 entry.bytes / time / 1e12,
                 100 * entry.bytes / time / peak,
-                None if base is None else base / time,
+                None if base is None else median(b / t for b, t in zip(base, entry.times, strict=True)),
                 entry.error,
             )
         )
@@ -257,7 +267,16 @@ def rows_of(shape: str, entries: Sequence[_Entry], peak: float) -> list[Row]:
 
 def _at_shape(shape: Shape, cases: Sequence[Case], repeats: int) -> list[_Entry]:
     entries = [_ours(case, shape) for case in cases] + [_peer(peer, shape) for peer in PEERS]
-    graphs = [(entry, _graph(entry.calls)) for entry in entries if entry.failure is None]
+    graphs = []
+    for entry in entries:
+        if entry.failure is not None:
+            continue
+        # The start of a graph costs microseconds, which few calls would share.
+        entry.calls *= -(-_FEWEST_CALLS // len(entry.calls))
+        try:
+            graphs.append((entry, _graph(entry.calls)))
+        except Exception as error:  # not every kernel of others can be captured
+            entry.failure = first_line(error)[:160]
     for _ in range(repeats):
         for entry, graph in graphs:
             entry.times.append(_replay(graph) / len(entry.calls))
@@ -314,9 +333,13 @@ def _peer(peer: Peer, shape: Shape) -> _Entry:
 
 
 def _checked(entry: _Entry, out: torch.Tensor, right: torch.Tensor, limit: float) -> _Entry:
-    entry.error = float((out.double() - right).norm() / right.norm())
-    if not entry.error <= limit:
-        entry.failure = f"wrong: relative error {entry.error:.1e}, limit {limit:.0e}"
+    error = float((out.double() - right).norm() / right.norm())
+    if not math.isfinite(error):  # JSON has no NaN
+        entry.failure = "wrong: the output holds NaN or infinity"
+        return entry
+    entry.error = error
+    if error > limit:
+        entry.failure = f"wrong: relative error {error:.1e}, limit {limit:.0e}"
     return entry
 
 
@@ -327,16 +350,22 @@ def _segment(case: Case, shape: Shape) -> Segment:
     return Segment(k, v, table)
 
 
-def _random_pages(case: Case, shape: Shape, pages: int) -> Pages:
-    """Every code as likely, but NaN; scales that make values of about 1."""
+def _random_pages(case: Case, shape: Shape, pages: int, device: torch.device | str = "cuda") -> Pages:
+    """Normal values of mean 0, stored as the case does.
+
+    Logits then spread by about 1 and outputs have no common part, so that a K misread or a key left out
+    shows as an error far above the limit.
+    """
     fmt = None if case.fmt is None else formats.get(case.fmt)
     scale = low = tensor_scale = None
     if fmt is not None and case.sharing in ("head", "channel"):
         size = (shape.kv_heads, 1, 1 if case.sharing == "head" else shape.head_dim)
-        scale = (torch.rand(size, device="cuda") + 0.5) * (2 / fmt.max)
-        low = -(torch.rand(size, device="cuda") + 0.5) * fmt.max / 2 if case.asymmetric else None
+        reach = (torch.rand(size, device=device) * 0.2 + 0.9) * {2: 1.5, 4: 2.5}.get(fmt.bits, 4.0)
+        # E5M2 reaches farther than a float16 product should.
+        scale = reach * 2 / (2**fmt.bits - 1) if case.asymmetric else reach / min(fmt.max, 448.0)
+        low = -reach if case.asymmetric else None
     if fmt is not None and fmt.block:
-        tensor_scale = torch.full((1,), 0.25, device="cuda")
+        tensor_scale = torch.full((1,), 4.0 / (448 * 6), device=device)
     made = paged.allocate(
         fmt,
         pages=pages,
@@ -347,31 +376,51 @@ def _random_pages(case: Case, shape: Shape, pages: int) -> Pages:
         scale=scale,
         low=low,
         group=case.group,
-        asymmetric=case.asymmetric,
+        asymmetric=case.asymmetric and scale is None,
         tensor_scale=tensor_scale,
-        device="cuda",
+        device=device,
     )
-    if fmt is None:
-        made.codes.normal_()
-        return made
-    codes = made.codes.view(torch.uint8)
-    codes.random_(0, 256)
-    if fmt.exponent_bits and not fmt.block:
-        codes.bitwise_and_(0xBF)  # below 2: no NaN, no infinity
-    if made.scale is not None and made.scale.dim() == 4:
-        if fmt.block:
-            made.scale.view(torch.uint8).random_(0x30, 0x40)  # 0.5 to 2
-        else:
-            made.scale.uniform_(0.5 / fmt.max, 1 / fmt.max)
-    if made.low is not None and made.low.dim() == 4:
-        made.low.uniform_(-2, -1)
+    slots = torch.arange(pages * PAGE, device=device)
+    for part in slots.tensor_split(-(-slots.numel() * shape.kv_heads * shape.head_dim // 2**25)):
+        size = (part.numel(), shape.kv_heads, shape.head_dim)
+        paged_reference.write(torch.randn(size, device=device), part, made)
     return made
 
 
-def _copies(bytes_read: int) -> int:
+def require_room(
+    shape: Shape, cases: Sequence[Case], peers: Sequence[Peer], free: int, l2_bytes: int
+) -> None:
+    """All caches of a shape lie in memory together, beside one sequence in float64.
+
+    Raises:
+        UsageError: they do not fit into ``free`` bytes.
+    """
+    elements = 2 * shape.batch * shape.length * shape.kv_heads * shape.head_dim
+    each = [math.ceil(elements * _bits(case) / 8) for case in cases]
+    each += [elements * peer.dtype.itemsize for peer in peers]
+    group = shape.heads // shape.kv_heads
+    # K, V and a temporary of each, then both repeated for the heads of a group.
+    definition = 8 * shape.length * shape.kv_heads * shape.head_dim * (4 + 2 * group)
+    needed = sum(size * _copies(size, l2_bytes) for size in each) + definition + _SPARE_BYTES
+    if needed > free:
+        raise UsageError(
+            f"shape {shape}: takes {needed / 1e9:.1f} GB of GPU memory, and {free / 1e9:.1f} GB are free;"
+            " give a smaller --shape or fewer formats"
+        )
+
+
+def _bits(case: Case) -> float:
+    """Of an element, at most; scales beside it included."""
+    return 16 if case.fmt is None else formats.get(case.fmt).bits + (1 if case.sharing != "head" else 0)
+
+
+def _copies(bytes_read: int, l2_bytes: int | None = None) -> int:
     """So many that together they pass L2 five times over."""
-    cache = torch.cuda.get_device_properties(0).L2_cache_size
-    return max(2, -(-5 * cache // bytes_read))
+    return max(2, -(-5 * (_l2_bytes() if l2_bytes is None else l2_bytes) // bytes_read))
+
+
+def _l2_bytes() -> int:
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
 
 
 def _graph(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
@@ -390,6 +439,8 @@ def _graph(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
 def _replay(graph: torch.cuda.CUDAGraph) -> float:
     """Seconds of one replay."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    # All is queued while the GPU waits: it would idle after ``begin`` while the CPU launches the graph.
+    torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
     begin.record()
     graph.replay()
     end.record()
@@ -409,3 +460,12 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.split()), None)

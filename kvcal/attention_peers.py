@@ -99,7 +99,7 @@ class Peer:
             shape = (decode.table.numel(), PAGE, decode.kv_heads, head_dim)
         k, v = (torch.empty(shape, dtype=self.dtype, device=decode.q.device) for _ in range(2))
         for side in (k, v):
-            for part in side.split(max(1, 2**25 // side[0].numel())):
+            for part in side.tensor_split(-(-side.numel() // 2**25)):
                 normal = torch.randn(
                     part.shape, generator=generator, device=part.device, dtype=torch.bfloat16
                 )
@@ -135,9 +135,10 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     Returns:
         ``(heads, head_dim)`` float64.
     """
-    grouped = q.double().unflatten(0, (k.shape[0], -1))
+    grouped = q.double().reshape(k.shape[0], -1, q.shape[-1])
     logits = grouped @ k.double().transpose(1, 2) * q.shape[-1] ** -0.5
-    return (logits.softmax(-1) @ v.double()).flatten(0, 1)
+    out: torch.Tensor = logits.softmax(-1) @ v.double()
+    return out.flatten(0, 1)
 
 
 def first_line(error: Exception) -> str:
@@ -232,7 +233,7 @@ def _flashinfer(decode: Decode, dtype: torch.dtype, q: torch.Tensor) -> Attend:
         q_data_type=q.dtype,
         kv_data_type=dtype,
     )
-    return lambda k, v: wrapper.run(q, (k, v))  # type: ignore[no-any-return]
+    return lambda k, v: wrapper.run(q, (k, v))
 
 
 def _flashinfer_bf16(decode: Decode, q: torch.Tensor) -> Attend:

@@ -84,6 +84,8 @@ def write(x: torch.Tensor, slots: torch.Tensor, pages: Pages) -> None:
     """
     kept = slots >= 0
     x, slots = x[kept].float(), slots[kept]
+    if not len(slots):
+        return
     place = (slots // pages.page_size, slice(None), slots % pages.page_size)
     if pages.fmt is None:
         pages.codes[place] = x.to(pages.codes.dtype)

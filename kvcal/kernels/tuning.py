@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -79,7 +80,7 @@ def choose(key: Key, bytes_read: float, run: Callable[[Tuning], None]) -> Tuning
         return candidates[0]
     known = _read()
     name = f"{triton.__version__} {key.card} {key.constants}"
-    if name in known:
+    with contextlib.suppress(KeyError, TypeError):  # a file of another version is measured anew
         return Tuning(**known[name])
     logger.warning("compiling attention for this cache, once: %d ways to cut it", len(candidates))
     times = {}
@@ -93,7 +94,10 @@ def choose(key: Key, bytes_read: float, run: Callable[[Tuning], None]) -> Tuning
             continue  # too much shared memory for this card
     best = min(times, key=lambda candidate: (times[candidate], astuple(candidate)))
     known[name] = asdict(best)
-    _write(known)
+    try:
+        _write(known)
+    except OSError as error:
+        logger.warning("the choice is not remembered: %s", error)
     return best
 
 

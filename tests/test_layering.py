@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "kvcal"
 RANKS: dict[str, float] = {
     "": 0,  # the version alone
     "errors": 0,
+    "folders": 0,
     "formats": 1,
     "granularity": 1,
     "arch": 2,

@@ -124,10 +124,7 @@ class Pages:
             shapes = [(*of_tokens, self.head_dim // fmt.block)]
         if tuple(self.scale.shape) not in shapes:
             raise ValueError(f"scale has shape {tuple(self.scale.shape)}; {fmt.name} takes one of {shapes}")
-        beside = {"head": torch.float32, "channel": torch.float32, "token_head": torch.float32}
-        wanted = (
-            getattr(torch, fmt.block_scale_dtype) if fmt.block else beside.get(self.sharing, torch.float16)
-        )
+        wanted = _scale_dtype(fmt, self.sharing)
         if self.scale.dtype != wanted:
             raise ValueError(f"scale is {self.scale.dtype}; of {fmt.name} per {self.sharing} it is {wanted}")
         if self.sharing in ("token_head", "group") and self.scale.stride(-1) != 1:
@@ -202,13 +199,19 @@ def allocate(
         return Pages(torch.empty(*of_tokens, head_dim, dtype=dtype, device=device), head_dim)
     if sharing in ("token_head", "group"):
         scales = 1 if sharing == "token_head" else head_dim // (fmt.block or group)
-        kind = torch.float32 if sharing == "token_head" else torch.float16
-        kind = getattr(torch, fmt.block_scale_dtype) if fmt.block else kind
-        scale = torch.empty(*of_tokens, scales, dtype=kind, device=device)
+        scale = torch.empty(*of_tokens, scales, dtype=_scale_dtype(fmt, sharing), device=device)
         low = torch.empty_like(scale) if asymmetric else None
     storage = torch.uint8 if low is not None else getattr(torch, fmt.storage_dtype)
     codes = torch.empty(*of_tokens, head_dim * fmt.bits // 8, dtype=storage, device=device)
     return Pages(codes, head_dim, fmt, scale, low, tensor_scale)
+
+
+def _scale_dtype(fmt: KVFormat, sharing: Sharing) -> torch.dtype:
+    """Scales of groups inside a head take room, and are stored in 16 bits, or as the format has it."""
+    if fmt.block:
+        found: torch.dtype = getattr(torch, fmt.block_scale_dtype)
+        return found
+    return torch.float16 if sharing == "group" else torch.float32
 
 
 def require(q: torch.Tensor, segments: Sequence[Segment], lengths: torch.Tensor) -> None:

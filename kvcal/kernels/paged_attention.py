@@ -142,7 +142,7 @@ class _Launch:
             **_constants("K", k),
             **_constants("V", v),
         }
-        self.key = tuning.Key.of(q, k, v, self.constants)
+        self.key = tuning.Key.of(q, self.constants)
 
     @property
     def bytes(self) -> float:

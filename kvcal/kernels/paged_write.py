@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from kvcal.kernels.paged import Pages
-from kvcal.kernels.quantize import encode_e4m3, scale_per_head
+from kvcal.kernels.quantize import encode_e4m3, encode_e5m2, scale_per_head
+from kvcal.kernels.words import spread
 
 _TOKENS = 16
 
@@ -16,16 +17,7 @@ _ROUNDER = tl.constexpr(1.5 * 2.0**23)
 
 
 def write(x: torch.Tensor, slots: torch.Tensor, pages: Pages) -> None:
-    """Quantize, pack and scatter tokens into pages.
-
-    Scales that come with the tokens: ``amax / max`` of a head or group; with ``low``, the least value and
-    ``(high - low) / (2 ** bits - 1)``; each is stored first, and codes belong to what is stored.
-
-    Args:
-        x: ``(tokens, kv_heads, head_dim)``, 16-bit or float32.
-        slots: ``(tokens,)`` int64, ``page * page_size + slot``; a negative one is skipped.
-        pages: written in place.
-    """
+    """Quantize, pack and scatter tokens into pages, as :func:`kvcal.kernels.paged_reference.write` says."""
     tokens, kv_heads, head_dim = x.shape
     if kv_heads != pages.kv_heads or head_dim != pages.head_dim:
         raise ValueError(f"x is {tuple(x.shape)} for pages of {pages.kv_heads} heads of {pages.head_dim}")
@@ -148,17 +140,17 @@ def _write(
             beside += group[None, :]
             in_groups = kept[:, None] & (group < GROUPS)[None, :]
             if LOW:
-                least = _of_groups(tl.min(tl.where(in_row, x, float("inf")), 2), TOKENS, PADDED, EACH, True)
-                most = -_of_groups(tl.min(tl.where(in_row, -x, float("inf")), 2), TOKENS, PADDED, EACH, True)
+                least = -_of_groups(tl.where(in_row, -x, float("-inf")), TOKENS, PADDED, EACH)
+                most = _of_groups(tl.where(in_row, x, float("-inf")), TOKENS, PADDED, EACH)
                 # Padding has neither, and infinities would make NaN.
                 least = tl.where(in_groups, least, 0.0)
                 most = tl.where(in_groups, most, 0.0)
                 step = tl.div_rn(most - least, tl.full((TOKENS, PADDED), _largest_unsigned(BITS), tl.float32))
                 least = least.to(low_ptr.dtype.element_ty)
                 tl.store(low_ptr + beside, least, mask=in_groups)
-                low = _spread(least.to(tl.float32), TOKENS, PADDED, EACH)
+                low = spread(least.to(tl.float32), TOKENS, PADDED, EACH)[:, :, None]
             else:
-                amax = _of_groups(tl.max(tl.abs(x), 2), TOKENS, PADDED, EACH, False)
+                amax = _of_groups(tl.abs(x), TOKENS, PADDED, EACH)
                 step = tl.div_rn(amax, tl.full((TOKENS, PADDED), LARGEST, tl.float32))
             if KIND == "nvfp4":
                 tensor_scale = tl.load(static_ptr + head)
@@ -174,7 +166,7 @@ def _write(
                 stored = step.to(scale_ptr.dtype.element_ty)
                 tl.store(scale_ptr + beside, stored, mask=in_groups)
                 step = stored.to(tl.float32)
-            step = _spread(step, TOKENS, PADDED, EACH)
+            step = spread(step, TOKENS, PADDED, EACH)[:, :, None]
             step = tl.broadcast_to(step, (TOKENS, BYTES, PER_BYTE))
         # A scale of 0 is that of a group without extent.
         empty = step == 0
@@ -182,7 +174,7 @@ def _write(
         if KIND == "fp8_e4m3":
             code = encode_e4m3(x).to(tl.int32)
         elif KIND == "fp8_e5m2":
-            code = _encode_e5m2(x)
+            code = encode_e5m2(x).to(tl.int32)
         elif KIND == "nvfp4":
             code = _encode_e2m1(x)
         elif LOW:
@@ -201,19 +193,9 @@ def _largest_unsigned(bits: int) -> float:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _of_groups(
-    x: tl.tensor, TOKENS: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, LEAST: tl.constexpr
-) -> tl.tensor:
-    """Least or largest of ``EACH`` bytes, ``(TOKENS, GROUPS)``."""
-    grouped = tl.reshape(x, (TOKENS, GROUPS, EACH))
-    return tl.min(grouped, 2) if LEAST else tl.max(grouped, 2)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _spread(x: tl.tensor, TOKENS: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
-    """``(TOKENS, GROUPS)`` to ``(TOKENS, GROUPS * EACH, 1)``, each value repeated."""
-    wide = tl.broadcast_to(x[:, :, None], (TOKENS, GROUPS, EACH))
-    return tl.reshape(wide, (TOKENS, GROUPS * EACH))[:, :, None]
+def _of_groups(x: tl.tensor, TOKENS: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
+    """The largest value in ``EACH`` bytes of ``(TOKENS, BYTES, PER_BYTE)``, ``(TOKENS, GROUPS)``."""
+    return tl.max(tl.reshape(tl.max(x, 2), (TOKENS, GROUPS, EACH)), 2)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -229,18 +211,3 @@ def _encode_e2m1(x: tl.tensor) -> tl.tensor:
     # Steps of 0.5 below 2, of 1 below 4, then of 2: an index each.
     code = tl.where(size < 2, _round(size * 2), tl.where(size < 4, _round(size) + 2, _round(size / 2) + 4))
     return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _encode_e5m2(x: tl.tensor) -> tl.tensor:
-    """float32 to E5M2 codes: half to even, saturated at 57344, NaN kept."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    is_nan = magnitude > 0x7F800000
-    magnitude = tl.minimum(magnitude, 0x47600000)  # 57344
-    # As for E4M3 (quantize.encode_e4m3), with 21 bits dropped and the bias 15.
-    normal = ((magnitude + 0xFFFFF + ((magnitude >> 21) & 1)) >> 21) - (112 << 2)
-    shifted = (magnitude.to(tl.float32, bitcast=True) + 128.0).to(tl.int32, bitcast=True)
-    code = tl.where(magnitude < 0x38800000, shifted - 0x43000000, normal)  # 2**-14, the smallest normal
-    code = tl.where(is_nan, 0x7F, code)
-    return code | ((bits >> 24) & 0x80)

@@ -76,17 +76,35 @@ def _quantize(
 @triton.jit  # type: ignore[untyped-decorator]
 def encode_e4m3(x: tl.tensor) -> tl.tensor:
     """float32 to E4M3 codes (uint8): round half to even, saturate at 448, keep NaN."""
+    return _encode(x, 3, 7, 0x43E00000)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def encode_e5m2(x: tl.tensor) -> tl.tensor:
+    """float32 to E5M2 codes (uint8): round half to even, saturate at 57344, keep NaN."""
+    return _encode(x, 2, 15, 0x47600000)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _encode(
+    x: tl.tensor, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, LARGEST_BITS: tl.constexpr
+) -> tl.tensor:
+    DROPPED: tl.constexpr = 23 - MANTISSA_BITS
+    # At this power of two one float32 ulp is the subnormal step.
+    STEP_BITS: tl.constexpr = (127 + 24 - BIAS - MANTISSA_BITS) << 23
+    SMALLEST_NORMAL_BITS: tl.constexpr = (128 - BIAS) << 23
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     is_nan = magnitude > 0x7F800000
-    magnitude = tl.minimum(magnitude, 0x43E00000)  # 448; non-negative floats order like their bits
-    # 20 of float32's 23 mantissa bits go; adding just under half of the last kept bit, plus that bit
-    # itself, carries exactly where half-to-even rounds up. The exponent bias falls from 127 to 7.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # At 2**14 one float32 ulp is 2**-9, the subnormal step: the addition rounds to it, half to even.
-    shifted = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True)
-    subnormal = shifted - 0x46800000
-    code = tl.where(magnitude < 0x3C800000, subnormal, normal)  # 2**-6, the smallest normal
+    magnitude = tl.minimum(magnitude, LARGEST_BITS)  # non-negative floats order like their bits
+    # Adding just under half of the last kept bit, plus that bit itself, carries exactly where half-to-even
+    # rounds up. The exponent bias falls from 127 to BIAS.
+    half = (1 << (DROPPED - 1)) - 1
+    normal = ((magnitude + half + ((magnitude >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << MANTISSA_BITS)
+    # The addition rounds to the subnormal step, half to even.
+    step = tl.full(x.shape, STEP_BITS, tl.int32).to(tl.float32, bitcast=True)
+    shifted = (magnitude.to(tl.float32, bitcast=True) + step).to(tl.int32, bitcast=True)
+    code = tl.where(magnitude < SMALLEST_NORMAL_BITS, shifted - STEP_BITS, normal)
     code = tl.where(is_nan, 0x7F, code)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 

@@ -9,14 +9,13 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
-from kvcal.kernels.paged import Pages
+from kvcal.folders import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class Key:
     prefill: bool
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: Pages, v: Pages, constants: dict[str, Any]) -> Key:
+    def of(cls, q: torch.Tensor, constants: dict[str, Any]) -> Key:
         name = torch.cuda.get_device_name(q.device) if q.is_cuda else "interpreter"
         return cls(name, json.dumps(constants, sort_keys=True), bool(constants["ROWS"] > 16))
 
@@ -78,7 +77,7 @@ def choose(key: Key, bytes_read: float, run: Callable[[Tuning], None]) -> Tuning
     candidates = PREFILL if key.prefill else DECODE
     if key.card == "interpreter" or bytes_read < WORTH_TUNING:
         return candidates[0]
-    known = _read()
+    known = _known()
     name = f"{triton.__version__} {key.card} {key.constants}"
     with contextlib.suppress(KeyError, TypeError):  # a file of another version is measured anew
         return Tuning(**known[name])
@@ -93,28 +92,37 @@ def choose(key: Key, bytes_read: float, run: Callable[[Tuning], None]) -> Tuning
         except triton.runtime.errors.OutOfResources:
             continue  # too much shared memory for this card
     best = min(times, key=lambda candidate: (times[candidate], astuple(candidate)))
-    known[name] = asdict(best)
     try:
-        _write(known)
+        _write({**known, name: asdict(best)})
     except OSError as error:
         logger.warning("the choice is not remembered: %s", error)
     return best
 
 
-@cache
+@functools.cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def path() -> Path:
-    """The file of choices; ``KVCAL_CACHE`` moves it."""
-    return Path(os.environ.get("KVCAL_CACHE", Path.home() / ".cache" / "kvcal")) / "attention-tuning.json"
+    """The file of choices."""
+    return cache_folder() / "attention-tuning.json"
 
 
-def _read() -> dict[str, dict[str, int]]:
+def _known() -> dict[str, dict[str, int]]:
+    """What the file holds; read again only after it changed, for every call of attention asks."""
     try:
-        known = json.loads(path().read_text(encoding="utf-8"))
+        changed = path().stat().st_mtime_ns
+    except OSError:
+        return {}
+    return _read(path(), changed)
+
+
+@functools.lru_cache(maxsize=1)
+def _read(file: Path, changed: int) -> dict[str, dict[str, int]]:
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}

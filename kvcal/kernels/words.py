@@ -102,9 +102,9 @@ def _ptx(kind: str, j: int) -> str:
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def _shift(to: str, by: int) -> str:
-    return (
-        f"shr.u32 {to}, $1, {by};" if by > 0 else f"shl.b32 {to}, $1, {-by};" if by else f"mov.b32 {to}, $1;"
-    )
+    if by > 0:
+        return f"shr.u32 {to}, $1, {by};"
+    return f"shl.b32 {to}, $1, {-by};"
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
@@ -162,3 +162,9 @@ def decode(word: tl.tensor, J: tl.constexpr, KIND: tl.constexpr, PTX: tl.constex
             half |= ((bits << _left(KIND, J, 1)) >> _right(KIND, J, 1)) & _mask(KIND, J, 1)
         half ^= _constant(KIND, J)
         return half.to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def spread(x: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
+    """``(ROWS, COLUMNS)`` to ``(ROWS, COLUMNS * EACH)``, each value repeated."""
+    return tl.reshape(tl.broadcast_to(x[:, :, None], (ROWS, COLUMNS, EACH)), (ROWS, COLUMNS * EACH))

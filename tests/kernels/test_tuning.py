@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is published for Linux only")
 import triton
 from triton.runtime.errors import OutOfResources
 
-from kvcal.kernels import paged, tuning
+from kvcal.kernels import tuning
 from kvcal.kernels.tuning import DECODE, PREFILL, WORTH_TUNING, Key, Tuning
 
 KEY = Key("card", '{"ROWS": 16}', prefill=False)
@@ -63,12 +63,11 @@ class TestUnmeasured:
         assert not cache.exists()
 
     def test_a_tensor_on_the_cpu_is_interpreted(self):
-        pages = paged.allocate(None, pages=1, kv_heads=1, page_size=16, head_dim=64)
         q = torch.zeros(1, 1, 1, 64)
-        few, many = (Key.of(q, pages, pages, {"ROWS": rows, "PAGE": 16}) for rows in (16, 64))
+        few, many = (Key.of(q, {"ROWS": rows, "PAGE": 16}) for rows in (16, 64))
         assert (few.card, few.prefill, many.prefill) == ("interpreter", False, True)
         assert json.loads(few.constants) == {"ROWS": 16, "PAGE": 16}
-        assert few == Key.of(q, pages, pages, {"PAGE": 16, "ROWS": 16})
+        assert few == Key.of(q, {"PAGE": 16, "ROWS": 16})
 
     def test_one_processor_interprets(self):
         assert tuning.processors(torch.device("cpu")) == 1
@@ -141,6 +140,7 @@ class TestFile:
 
     def test_lies_in_the_home_unless_moved(self, tmp_path, monkeypatch):
         monkeypatch.delenv("KVCAL_CACHE")
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         monkeypatch.setenv("HOME", str(tmp_path))
         assert tuning.path() == tmp_path / ".cache" / "kvcal" / "attention-tuning.json"
 

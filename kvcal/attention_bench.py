@@ -8,9 +8,7 @@ copies of a cache as no L2 holds, and takes turns. What fails its parity check g
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import math
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -19,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvcal import formats
+from kvcal import formats, gpu_timing
 from kvcal.attention_peers import PAGE, PEERS, Decode, Peer, first_line
 from kvcal.errors import UsageError
 from kvcal.kernels import dispatch, paged, paged_reference
@@ -28,7 +26,6 @@ from kvcal.kernels.paged import Pages, Segment, Sharing
 # Relative Frobenius norm against float64. bfloat16 outputs are rounded by 2e-3.
 LIMIT = 1e-2
 
-_READ_BYTES = 2 << 30
 _SEED = 0
 _FEWEST_CALLS = 12
 
@@ -214,22 +211,22 @@ def measure(
     torch.manual_seed(_SEED)
     peers = [peer for peer in PEERS if peer.missing() is None]
     for shape in shapes:
-        require_room(shape, cases, peers, torch.cuda.mem_get_info()[0], _l2_bytes())
-    first = _read_peak()
+        require_room(shape, cases, peers, torch.cuda.mem_get_info()[0], gpu_timing.l2_bytes())
+    first = gpu_timing.read_peak()
     found: list[tuple[Shape, list[_Entry]]] = []
     for shape in shapes:
         say(f"{shape}: compiling and checking")
         found.append((shape, _at_shape(shape, cases, repeats)))
         gc.collect()
         torch.cuda.empty_cache()
-    last = _read_peak()
+    last = gpu_timing.read_peak()
     peak = max(first, last)
     environment = {
         "card": torch.cuda.get_device_name(),
-        "driver": _driver(),
+        "driver": gpu_timing.driver(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        **{name: _version(name) for name in ("triton", "vllm", "flashinfer-python")},
+        **{name: gpu_timing.version(name) for name in ("triton", "vllm", "flashinfer-python")},
         "seed": _SEED,
         "repeats": repeats,
         "page_size": PAGE,
@@ -284,12 +281,12 @@ def _at_shape(shape: Shape, cases: Sequence[Case], repeats: int) -> list[_Entry]
         # The start of a graph costs microseconds, which few calls would share.
         entry.calls *= -(-_FEWEST_CALLS // len(entry.calls))
         try:
-            graphs.append((entry, _graph(entry.calls)))
+            graphs.append((entry, gpu_timing.graph(entry.calls)))
         except Exception as error:  # not every kernel of others can be captured
             entry.failure = first_line(error)[:160]
     for _ in range(repeats):
         for entry, graph in graphs:
-            entry.times.append(_replay(graph) / len(entry.calls))
+            entry.times.append(gpu_timing.replay(graph) / len(entry.calls))
     for entry in entries:
         entry.calls.clear()
     return entries
@@ -300,7 +297,7 @@ def _ours(case: Case, shape: Shape) -> _Entry:
     segments = [_segment(case, shape)]
     token = segments[0].k.bytes_per_token_head + segments[0].v.bytes_per_token_head
     entry = _Entry(case.name, True, int(token * shape.batch * shape.length * shape.kv_heads))
-    segments += [_segment(case, shape) for _ in range(_copies(entry.bytes) - 1)]
+    segments += [_segment(case, shape) for _ in range(_copies(entry.bytes, gpu_timing.l2_bytes()) - 1)]
     q = torch.randn(shape.batch, shape.heads, 1, shape.head_dim, device="cuda", dtype=torch.bfloat16)
     lengths = torch.full((shape.batch,), shape.length, device="cuda", dtype=torch.int32)
     options: dict[str, Any] = {"scaling": shape.head_dim**-0.5}
@@ -331,7 +328,9 @@ def _peer(peer: Peer, shape: Shape) -> _Entry:
         generator = torch.Generator("cuda").manual_seed(_SEED)
         caches = [peer.cache(decode, generator)]
         entry.bytes = sum(side.numel() * side.element_size() for side in caches[0])
-        caches += [peer.cache(decode, generator) for _ in range(_copies(entry.bytes) - 1)]
+        caches += [
+            peer.cache(decode, generator) for _ in range(_copies(entry.bytes, gpu_timing.l2_bytes()) - 1)
+        ]
         attend = peer.bind(decode, peer.query(decode))
         entry.calls = [partial(attend, *cache) for cache in caches]
         out = entry.calls[0]()[:1]
@@ -424,58 +423,6 @@ def _bits(case: Case) -> float:
     return 16 if case.fmt is None else formats.get(case.fmt).bits + (1 if case.sharing != "head" else 0)
 
 
-def _copies(bytes_read: int, l2_bytes: int | None = None) -> int:
+def _copies(bytes_read: int, l2_bytes: int) -> int:
     """So many that together they pass L2 five times over."""
-    return max(2, -(-5 * (_l2_bytes() if l2_bytes is None else l2_bytes) // bytes_read))
-
-
-def _l2_bytes() -> int:
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
-
-
-def _graph(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
-def _replay(graph: torch.cuda.CUDAGraph) -> float:
-    """Seconds of one replay."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    # All is queued while the GPU waits: it would idle after ``begin`` while the CPU launches the graph.
-    torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
-
-
-def _read_peak() -> float:
-    """Bytes per second that a sum over 2 GiB of float32 reads, median of 20."""
-    x = torch.randn(_READ_BYTES // 4, device="cuda")
-    graph = _graph([x.sum] * 5)
-    return 5 * _READ_BYTES / median(_replay(graph) for _ in range(20))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return next(iter(done.stdout.split()), None)
+    return max(2, -(-5 * l2_bytes // bytes_read))

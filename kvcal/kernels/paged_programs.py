@@ -215,16 +215,16 @@ def spans(
         channel = word * V_PER_WORD + j
         value = sums[j]  # type: ignore[var-annotated]
         if V_SHARING == "token_head":
-            value = (value - words.summed_offset(V_KIND, j) * rounded[:, None]) * v_unit[None, :]
-            value = (value * words.factor(V_KIND) + lows[:, None]) * inverse[:, None]
+            value = value * words.factor(V_KIND, j) - words.offset(V_KIND) * rounded[:, None]
+            value = (value * v_unit[None, :] + lows[:, None]) * inverse[:, None]
         elif V_SHARING == "group":
             value *= inverse[:, None]
             if V_KIND == "nvfp4":
-                value *= tl.load(v_static_ptr) * (words.factor(V_KIND) / _NVFP4_LIFT)
+                value *= tl.load(v_static_ptr) * (words.factor(V_KIND, j) / _NVFP4_LIFT)
         else:
-            scale = _of_channels(v_static_ptr, channel, HEAD_DIM, V_SHARING) * words.factor(V_KIND)
-            value = value * inverse[:, None] - (words.summed_offset(V_KIND, j) * kept)[:, None]
-            value *= scale[None, :]
+            value *= (words.factor(V_KIND, j) * inverse)[:, None]
+            value -= (words.offset(V_KIND) * kept)[:, None]
+            value *= _of_channels(v_static_ptr, channel, HEAD_DIM, V_SHARING)[None, :]
             if V_LOW:
                 value += _of_channels(v_static_low_ptr, channel, HEAD_DIM, V_SHARING)[None, :] * kept[:, None]
             value = tl.where(empty[:, None], 0.0, value)
@@ -281,8 +281,8 @@ def _queries(
     """Q for the split dots, with what leaves the loop.
 
     Returns:
-        Tiles ``(ROWS, WORDS)``, one per code of a word, scaled to a largest magnitude in [1, 2); ``unit``
-        and ``shift``, with which a dot becomes a logit in base 2; the sum of each row in units of ``unit``.
+        Tiles ``(ROWS, WORDS)``, one per code of a word, each scaled by powers of two; ``unit`` and
+        ``shift``, with which a dot becomes a logit in base 2; the sum of each row, as a logit.
     """
     PER_WORD: tl.constexpr = words.per_word(KIND)
     TYPE: tl.constexpr = tl.bfloat16 if KIND == "bfloat16" else tl.float16
@@ -311,32 +311,30 @@ def _queries(
     power = (tl.max(largest, 1).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     power = tl.where(power == 0, 1.0, power)
     inverse = 1.0 / power
+    # The channels of a word whose codes come out smaller take larger queries, so that all dots have one unit.
+    NORMAL: tl.constexpr = SHARING == "group"
+    LEAST: tl.constexpr = words.least_factor(KIND, NORMAL)
     qs = ()
     total = tl.zeros((ROWS, WORDS), tl.float32)
-    with_offset = tl.zeros((ROWS, WORDS), tl.float32)
     for j in tl.static_range(PER_WORD):
         q = (exact[j] * inverse[:, None]).to(TYPE)
         total += q.to(tl.float32)
-        with_offset += q.to(tl.float32) * words.offset(KIND, j)
-        qs += (q,)  # type: ignore[assignment]
-    q_sum = tl.sum(total, 1)
-    offset_dot = tl.sum(with_offset, 1)
-    low_dot = tl.sum(low_products, 1)
+        qs += ((q * (words.factor(KIND, j, NORMAL) / LEAST)).to(TYPE),)  # type: ignore[assignment]
     unit = q_scale * power * (scaling * _LOG2_E)
-    low_dot *= q_scale * (scaling * _LOG2_E)
+    low_dot = tl.sum(low_products, 1) * q_scale * (scaling * _LOG2_E)
+    q_sum = tl.sum(total, 1)
+    shift = tl.zeros((ROWS,), tl.float32)
     if SHARING == "group":
         if KIND == "nvfp4":
-            unit *= tl.load(static_ptr) * (words.factor(KIND) / _NVFP4_LIFT)
-        shift = tl.zeros((ROWS,), tl.float32)
+            unit *= tl.load(static_ptr) * (1.0 / _NVFP4_LIFT)
     elif SHARING == "token_head":
-        unit *= words.factor(KIND)
-        shift = offset_dot  # leaves each dot before the key's scale meets it
+        # Leaves each dot before the key's scale meets it.
+        shift = q_sum * (words.offset(KIND) / LEAST)
     else:
-        unit *= words.factor(KIND)
         if SHARING == "head":
             unit *= tl.load(static_ptr)
-        shift = low_dot - offset_dot * unit
-    return qs, unit, shift, q_sum * unit
+        shift = low_dot - q_sum * unit * words.offset(KIND)
+    return qs, unit * LEAST, shift, q_sum * unit
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -435,7 +433,7 @@ def _tile(  # type: ignore[no-untyped-def]
 
     logits = tl.zeros((ROWS, KEYS), tl.float32)
     for j in tl.static_range(K_PER_WORD):
-        k = _operand(k_words, k_beside, k_low, j, K_KIND, K_SHARING, K_LOW, True, PTX)
+        k = _operand(k_words, k_beside, k_low, j, K_KIND, K_SHARING, K_LOW, PTX)
         logits = tl.dot(qs[j], tl.trans(k), logits)
     if K_SHARING == "token_head":
         logits = (logits - shift[:, None]) * (k_beside[None, :] * unit[:, None])
@@ -477,7 +475,7 @@ def _tile(  # type: ignore[no-untyped-def]
     rounded = rounded * sum_fade + tl.sum(p.to(tl.float32), 1)
     new_sums = ()
     for j in tl.static_range(V_PER_WORD):
-        v = _operand(v_words, v_beside, v_low, j, V_KIND, V_SHARING, V_LOW, False, PTX)
+        v = _operand(v_words, v_beside, v_low, j, V_KIND, V_SHARING, V_LOW, PTX)
         new_sums += (tl.dot(p, v, sums[j] * sum_fade[:, None]),)  # type: ignore[assignment]
     return above, weight, rounded, lows, v_unit, new_sums
 
@@ -551,23 +549,19 @@ def _operand(
     KIND: tl.constexpr,
     SHARING: tl.constexpr,
     LOW: tl.constexpr,
-    KEYS_SIDE: tl.constexpr,
     PTX: tl.constexpr,
 ) -> tl.tensor:
-    """The ``J``-th codes as the dot takes them: with offset, except where groups have scales.
-
-    Of V only small offsets stay (:func:`kvcal.kernels.words.summed_offset`).
-    """
-    x = decode(word, J, KIND, PTX)
+    """The ``J``-th codes as the dot takes them: values where groups have scales, else with their offset."""
     if SHARING == "group":
-        if words.offset(KIND, J) != 0.0:
-            x = (x - words.offset(KIND, J)).to(tl.float16)
+        x = decode(word, J, KIND, True, PTX)
+        if words.offset(KIND, J, True) != 0.0:
+            x = (x - words.offset(KIND, J, True)).to(tl.float16)
         x = x * scale
         if LOW:
             x += low
-    elif not KEYS_SIDE and words.summed_offset(KIND, J) != words.offset(KIND, J):
-        x = (x - words.offset(KIND, J)).to(tl.float16)
-    return x
+        return x
+    else:
+        return decode(word, J, KIND, False, PTX)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

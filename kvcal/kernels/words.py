@@ -2,9 +2,11 @@
 
 A word is 16 bits of a token: ``per_word`` codes of neighbouring channels. The ``j``-th code of every word
 makes a tile of its own, which meets the ``j``-th channels of Q in a dot of its own, so that nothing is ever
-put back in order. Masking bits into the mantissa of a float16 of known exponent gives ``offset + code``; the
-offset leaves with one subtraction per row, outside the loop. (The trick is that of Kim et al., "Who says
-elephants can't run", WMT 2022, section 3.3; there it converts weights of int4 and int8.)
+put back in order. An integer's bits, masked out where they lie in the mantissa, are a subnormal float16 that
+is the code times a power of two; tensor cores take subnormals exactly (Fasi et al., "Numerical behavior of
+NVIDIA tensor cores", PeerJ Computer Science 2021), and the power leaves outside the loop.
+Arithmetic outside a dot needs normal floats: there the bits go under a known exponent, which gives ``offset +
+code`` (Kim et al., "Who says elephants can't run", WMT 2022, section 3.3, for weights of int4 and int8).
 """
 
 from __future__ import annotations
@@ -19,38 +21,44 @@ SIGN = 0x8000
 
 @dataclass(frozen=True)
 class _Bits:
-    """``(word >> shift & mask) | ...`` over ``terms``, then XOR ``constant``: the bits of a float16."""
+    """``(word >> shift & mask) | ...`` over ``terms``, then XOR ``constant``: the bits of a float16.
+
+    It is ``(value + offset) / 2 ** exponent``.
+    """
 
     terms: tuple[tuple[int, int], ...]
     constant: int = 0
+    exponent: int = 0
     offset: int = 0
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def _integer(shift: int, at: int, bits: int, zero: int, toggle: int = 0) -> _Bits:
-    """A code at mantissa bit ``at`` after the shift, under the exponent where its unit is 1."""
-    unit = 10 - at  # 2 ** unit has steps of 2 ** (unit - 10) = 2 ** -at
+def _integer(shift: int, at: int, bits: int, zero: int, normal: bool, toggle: int = 0) -> _Bits:
+    """A code at mantissa bit ``at`` after the shift, alone or under the exponent where its unit is 1."""
     mask = (1 << bits) - 1 << at
-    return _Bits(((shift, mask),), (15 + unit << 10) | toggle << at, 2**unit + zero)
+    if not normal:
+        return _Bits(((shift, mask),), toggle << at, 24 - at, zero)
+    unit = 10 - at  # 2 ** unit has steps of 2 ** (unit - 10) = 2 ** -at
+    return _Bits(((shift, mask),), (15 + unit << 10) | toggle << at, 0, 2**unit + zero)
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def _bits(kind: str, j: int) -> _Bits:
+def _bits(kind: str, j: int, normal: bool) -> _Bits:
     """Where the ``j``-th code of a word goes. Unsigned kinds (``u``) have their zero at code 0."""
     if kind == "fp8_e5m2":  # the upper byte of a float16
         return _Bits(((8 * (j - 1), 0xFF00),))
-    if kind == "fp8_e4m3":  # one exponent bit less, and a bias of 7 for 15: 2 ** -8 of its value
-        return _Bits(((8 * (j - 1), SIGN), (8 * j - 7, 0x3F80)))
-    if kind == "nvfp4":  # E2M1 has the bias 1: 2 ** -14 of its value
-        return _Bits(((4 * j - 12, SIGN), (4 * j - 9, 0x0E00)))
+    if kind == "fp8_e4m3":  # one exponent bit less, and a bias of 7 for 15
+        return _Bits(((8 * (j - 1), SIGN), (8 * j - 7, 0x3F80)), exponent=8)
+    if kind == "nvfp4":  # E2M1 has the bias 1
+        return _Bits(((4 * j - 12, SIGN), (4 * j - 9, 0x0E00)), exponent=14)
+    signed = not kind.startswith("u")
     if kind in ("int8", "uint8"):  # two's complement with its sign bit flipped counts from -128
-        integer: _Bits = _integer(8 * j, 0, 8, 0 if kind == "uint8" else 128, 0 if kind == "uint8" else 0x80)
+        integer: _Bits = _integer(8 * j, 0, 8, 128 * signed, normal, 0x80 * signed)
         return integer
     bits = int(kind.removeprefix("u").removeprefix("int"))
-    zero = 0 if kind.startswith("u") else 1 << bits - 1
     at = bits * j
     shift = 0 if at + bits <= 10 else (8 if bits == 4 else 6)  # one shift serves all the upper codes
-    packed: _Bits = _integer(shift, at - shift, bits, zero)
+    packed: _Bits = _integer(shift, at - shift, bits, (1 << bits - 1) * signed, normal)
     return packed
 
 
@@ -63,32 +71,27 @@ def per_word(kind: str) -> int:
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def offset(kind: str, j: int) -> float:
-    """What :func:`decode` adds to the ``j``-th code."""
-    return 0.0 if kind in ("float16", "bfloat16") else float(_bits(kind, j).offset)
+def factor(kind: str, j: int, normal: bool = False) -> float:
+    """What :func:`decode` leaves out of the ``j``-th value; largest for ``j = 0``."""
+    return 1.0 if kind in ("float16", "bfloat16") else 2.0 ** _bits(kind, j, normal).exponent
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def summed_offset(kind: str, j: int) -> float:
-    """The part of :func:`offset` that may stay in a sum of values.
-
-    Over long contexts values cancel, and what offsets leave behind does not: float32 sums of 1024 + code
-    would be off by a few percent of a mean that is a thousandth of a code.
-    """
-    found = float(offset(kind, j))
-    return found if found < 100 else 0.0
+def least_factor(kind: str, normal: bool = False) -> float:
+    """Of all the codes of a word."""
+    return float(min(factor(kind, j, normal) for j in range(per_word(kind))))
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def factor(kind: str) -> float:
-    """What :func:`decode` leaves out of a value."""
-    return {"fp8_e4m3": 2.0**8, "nvfp4": 2.0**14}.get(kind, 1.0)
+def offset(kind: str, j: int = 0, normal: bool = False) -> float:
+    """What :func:`decode` adds to the ``j``-th value, in units of a code. Subnormals have all the same."""
+    return 0.0 if kind in ("float16", "bfloat16") else float(_bits(kind, j, normal).offset)
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def _ptx(kind: str, j: int) -> str:
+def _ptx(kind: str, j: int, normal: bool) -> str:
     """Two words in, two float16 out. ``lop3`` with 0xEA is ``(a & b) | c``, with 0x6A ``(a & b) ^ c``."""
-    bits = _bits(kind, j)
+    bits = _bits(kind, j, normal)
     shift, mask = bits.terms[-1]
     lines = [".reg .b32 x, y;", _shift("x", shift)]
     if len(bits.terms) == 1:
@@ -113,38 +116,41 @@ def _twice(mask: int) -> str:
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def _terms(kind: str, j: int) -> int:
-    return len(_bits(kind, j).terms)
+def _terms(kind: str, j: int, normal: bool) -> int:
+    return len(_bits(kind, j, normal).terms)
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def _right(kind: str, j: int, term: int) -> int:
-    return int(max(_bits(kind, j).terms[term][0], 0))
+def _right(kind: str, j: int, normal: bool, term: int) -> int:
+    return int(max(_bits(kind, j, normal).terms[term][0], 0))
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def _left(kind: str, j: int, term: int) -> int:
-    return int(max(-_bits(kind, j).terms[term][0], 0))
+def _left(kind: str, j: int, normal: bool, term: int) -> int:
+    return int(max(-_bits(kind, j, normal).terms[term][0], 0))
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def _mask(kind: str, j: int, term: int) -> int:
-    return int(_bits(kind, j).terms[term][1])
+def _mask(kind: str, j: int, normal: bool, term: int) -> int:
+    return int(_bits(kind, j, normal).terms[term][1])
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def _constant(kind: str, j: int) -> int:
-    return int(_bits(kind, j).constant)
+def _constant(kind: str, j: int, normal: bool) -> int:
+    return int(_bits(kind, j, normal).constant)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def decode(word: tl.tensor, J: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr) -> tl.tensor:
+def decode(
+    word: tl.tensor, J: tl.constexpr, KIND: tl.constexpr, NORMAL: tl.constexpr, PTX: tl.constexpr
+) -> tl.tensor:
     """``(value + offset) / factor`` of the ``J``-th code of each word, float16, exactly.
 
     Args:
         word: int16, or the 16-bit floats themselves.
         J: which code of a word.
         KIND: a format's name, ``u`` before an integer's for unsigned codes, or ``float16``, ``bfloat16``.
+        NORMAL: integers as normal floats, for arithmetic; else as subnormals, for a dot.
         PTX: use the instructions of a GPU; without, operations that Triton's interpreter has too.
 
     NaN of E4M3 (0x7F, 0xFF) decodes to ±480: a cache that was written with saturation holds none.
@@ -153,14 +159,14 @@ def decode(word: tl.tensor, J: tl.constexpr, KIND: tl.constexpr, PTX: tl.constex
         return word
     elif PTX:
         return tl.inline_asm_elementwise(
-            _ptx(KIND, J), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2
+            _ptx(KIND, J, NORMAL), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
         bits = word.to(tl.int32) & 0xFFFF
-        half = ((bits << _left(KIND, J, 0)) >> _right(KIND, J, 0)) & _mask(KIND, J, 0)
-        if _terms(KIND, J) == 2:
-            half |= ((bits << _left(KIND, J, 1)) >> _right(KIND, J, 1)) & _mask(KIND, J, 1)
-        half ^= _constant(KIND, J)
+        half = ((bits << _left(KIND, J, NORMAL, 0)) >> _right(KIND, J, NORMAL, 0)) & _mask(KIND, J, NORMAL, 0)
+        if _terms(KIND, J, NORMAL) == 2:
+            half |= ((bits << _left(KIND, J, NORMAL, 1)) >> _right(KIND, J, NORMAL, 1)) & _mask(KIND, J, NORMAL, 1)
+        half ^= _constant(KIND, J, NORMAL)
         return half.to(tl.uint16).to(tl.float16, bitcast=True)
 
 

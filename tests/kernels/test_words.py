@@ -24,16 +24,23 @@ CODES = [pytest.param(kind, j, id=f"{kind}-{j}") for kind, bits in BITS.items() 
 
 
 @triton.jit
-def _decode_all(word_ptr, out_ptr, J: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr):  # noqa: N803
+def _decode_all(
+    word_ptr,
+    out_ptr,
+    J: tl.constexpr,  # noqa: N803
+    KIND: tl.constexpr,  # noqa: N803
+    NORMAL: tl.constexpr,  # noqa: N803
+    PTX: tl.constexpr,  # noqa: N803
+):
     at = tl.program_id(0) * 4096 + tl.arange(0, 4096)
-    tl.store(out_ptr + at, decode(tl.load(word_ptr + at), J, KIND, PTX))
+    tl.store(out_ptr + at, decode(tl.load(word_ptr + at), J, KIND, NORMAL, PTX))
 
 
-def decoded(kind, j, ptx, device):
+def decoded(kind, j, normal, ptx, device):
     """What the kernel makes of every word, float64."""
     word = torch.from_numpy(WORDS.view(np.int16)).to(device)
     out = torch.full((2**16,), torch.nan, dtype=torch.float16, device=device)
-    _decode_all[(16,)](word, out, j, kind, ptx)
+    _decode_all[(16,)](word, out, j, kind, normal, ptx)
     return out.cpu().double().numpy()
 
 
@@ -63,10 +70,12 @@ class TestDecode:
         ],
         ids=["operations", "ptx"],
     )
+    @pytest.mark.parametrize("normal", [False, True], ids=["subnormal", "normal"])
     @pytest.mark.parametrize(("kind", "j"), CODES)
-    def test_every_word(self, kind, j, ptx, device):
+    def test_every_word(self, kind, j, normal, ptx, device):
         code, value = expected(kind, j)
-        found = decoded(kind, j, ptx, device) * words.factor(kind) - words.offset(kind, j)
+        found = decoded(kind, j, normal, ptx, device)
+        found = found * words.factor(kind, j, normal) - words.offset(kind, j, normal)
         nan = code & 0x7F == 0x7F if kind == "fp8_e4m3" else np.zeros(2**16, bool)
         assert np.array_equal(found[~nan], value[~nan], equal_nan=True)
         assert np.array_equal(found[nan], np.where(code[nan] > 0x7F, -480.0, 480.0))
@@ -82,12 +91,24 @@ class TestDecode:
     def test_16_bit_floats_are_words_themselves(self, device):
         word = torch.from_numpy(WORDS.view(np.int16)).to(device).view(torch.float16)
         out = torch.zeros_like(word)
-        _decode_all[(16,)](word, out, 0, "float16", False)
+        _decode_all[(16,)](word, out, 0, "float16", False, False)
         nan = word.isnan()
         assert torch.equal(out.isnan(), nan)
         assert torch.equal(out.view(torch.int16)[~nan], word.view(torch.int16)[~nan])
         assert words.offset("float16", 0) == 0
-        assert words.factor("float16") == 1
+        assert words.factor("float16", 0) == words.least_factor("bfloat16") == 1
+
+    @pytest.mark.parametrize("kind", BITS)
+    @pytest.mark.parametrize("normal", [False, True], ids=["subnormal", "normal"])
+    def test_one_offset_and_powers_of_two_for_a_dot(self, kind, normal):
+        each = range(words.per_word(kind))
+        factors = [words.factor(kind, j, normal) for j in each]
+        assert words.least_factor(kind, normal) == min(factors)
+        assert all(np.log2(factor).is_integer() for factor in factors)
+        # A float16 query of [1, 2) still holds them.
+        assert max(factors) / min(factors) <= 2**8
+        if not normal:
+            assert len({words.offset(kind, j) for j in each}) == 1
 
     @pytest.mark.parametrize("kind", [*BITS, "float16", "bfloat16"])
     def test_codes_of_a_word(self, kind):

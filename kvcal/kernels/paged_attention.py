@@ -91,6 +91,8 @@ class _Launch:
             "HEAD_DIM": k.head_dim,
             "GROUP": group,
             "ROWS": rows,
+            # A Hadamard transform is a dot, and has all rows.
+            "Q_ROWS": rows if options.hadamard else min(rows, triton.next_power_of_2(group * q.shape[2])),
             "BLOCK_Q": block_q,
             "PAGE": k.page_size,
             "WINDOWED": options.window is not None,

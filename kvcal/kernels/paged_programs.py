@@ -14,12 +14,15 @@ import triton.language as tl
 
 from kvcal.kernels import words
 from kvcal.kernels.quantize import decode_e4m3, encode_e4m3
-from kvcal.kernels.words import decode, spread
+from kvcal.kernels.words import decode, parted, spread, united
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 # Below every logit, and finite: differences of two are 0, not NaN.
 _LOWEST = tl.constexpr(-1.0e30)
+
+# A row's probabilities may pass 1 by this power of two before its sums are scaled anew.
+_HIGHEST = tl.constexpr(6.0)
 
 # Lifts block scales of NVFP4 so that a float16 holds their products with elements exactly.
 _NVFP4_LIFT = tl.constexpr(2.0**7)
@@ -70,6 +73,7 @@ def spans(
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    Q_ROWS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
@@ -122,15 +126,18 @@ def spans(
     lowest = length - queries + first_query
     highest = tl.minimum(lowest + BLOCK_Q, length) - 1
 
-    q_row = ((sequence.to(tl.int64) * heads + head) * queries + query) * HEAD_DIM
+    q_row = tl.arange(0, Q_ROWS)
+    q_head = kv_head * GROUP + q_row % GROUP
+    q_query = tl.minimum(first_query + q_row // GROUP, queries - 1)
     qs, unit, shift, q_sum = _queries(
-        q_ptr + q_row,
-        q_scale_ptr + head,
+        q_ptr + ((sequence.to(tl.int64) * heads + q_head) * queries + q_query) * HEAD_DIM,
+        q_scale_ptr + q_head,
         k_static_ptr + kv_head * (HEAD_DIM if K_SHARING == "channel" else 1),
         k_static_low_ptr + kv_head * (HEAD_DIM if K_SHARING == "channel" else 1),
         scaling,
         HEAD_DIM,
         ROWS,
+        Q_ROWS,
         QUANTIZED_Q,
         TURNED,
         K_KIND,
@@ -207,28 +214,29 @@ def spans(
     if not ALONE:
         out_row += begin + split
         tl.store(lse_ptr + out_row, lse, mask=inside)
-    word = tl.arange(0, V_WORDS)
-    store = inside[:, None] & (word < HEAD_DIM // V_PER_WORD)[None, :]
+    channel = tl.arange(0, V_WORDS * V_PER_WORD)
     v_static_ptr += kv_head * (HEAD_DIM if V_SHARING == "channel" else 1)
     v_static_low_ptr += kv_head * (HEAD_DIM if V_SHARING == "channel" else 1)
+    V_NORMAL: tl.constexpr = V_SHARING == "group"
+    values = ()
     for j in tl.static_range(V_PER_WORD):
-        channel = word * V_PER_WORD + j
-        value = sums[j]  # type: ignore[var-annotated]
-        if V_SHARING == "token_head":
-            value = value * words.factor(V_KIND, j) - words.offset(V_KIND) * rounded[:, None]
-            value = (value * v_unit[None, :] + lows[:, None]) * inverse[:, None]
-        elif V_SHARING == "group":
-            value *= inverse[:, None]
-            if V_KIND == "nvfp4":
-                value *= tl.load(v_static_ptr) * (words.factor(V_KIND, j) / _NVFP4_LIFT)
-        else:
-            value *= (words.factor(V_KIND, j) * inverse)[:, None]
-            value -= (words.offset(V_KIND) * kept)[:, None]
-            value *= _of_channels(v_static_ptr, channel, HEAD_DIM, V_SHARING)[None, :]
-            if V_LOW:
-                value += _of_channels(v_static_low_ptr, channel, HEAD_DIM, V_SHARING)[None, :] * kept[:, None]
-            value = tl.where(empty[:, None], 0.0, value)
-        tl.store(out_ptr + out_row[:, None] * HEAD_DIM + channel[None, :], value, mask=store)
+        values += (sums[j] * words.factor(V_KIND, j, V_NORMAL),)  # type: ignore[assignment]
+    value = united(values, ROWS, V_WORDS * V_PER_WORD, V_PER_WORD)
+    if V_SHARING == "token_head":
+        value = (value - words.offset(V_KIND) * rounded[:, None]) * v_unit[None, :]
+        value = (value + lows[:, None]) * inverse[:, None]
+    elif V_SHARING == "group":
+        value *= inverse[:, None]
+        if V_KIND == "nvfp4":
+            value *= tl.load(v_static_ptr) * (1.0 / _NVFP4_LIFT)
+    else:
+        value = value * inverse[:, None] - (words.offset(V_KIND) * kept)[:, None]
+        value *= _of_channels(v_static_ptr, channel, HEAD_DIM, V_SHARING)[None, :]
+        if V_LOW:
+            value += _of_channels(v_static_low_ptr, channel, HEAD_DIM, V_SHARING)[None, :] * kept[:, None]
+        value = tl.where(empty[:, None], 0.0, value)
+    store = inside[:, None] & (channel < HEAD_DIM)[None, :]
+    tl.store(out_ptr + out_row[:, None] * HEAD_DIM + channel[None, :], value, mask=store)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -271,6 +279,7 @@ def _queries(
     scaling: tl.tensor,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
+    Q_ROWS: tl.constexpr,
     QUANTIZED_Q: tl.constexpr,
     TURNED: tl.constexpr,
     KIND: tl.constexpr,
@@ -286,44 +295,39 @@ def _queries(
     """
     PER_WORD: tl.constexpr = words.per_word(KIND)
     TYPE: tl.constexpr = tl.bfloat16 if KIND == "bfloat16" else tl.float16
-    word = tl.arange(0, WORDS)
-    exact = ()
-    largest = tl.zeros((ROWS, WORDS), tl.float32)
-    low_products = tl.zeros((ROWS, WORDS), tl.float32)
-    q_scale = tl.load(q_scale_ptrs).to(tl.float32) if QUANTIZED_Q else tl.full((ROWS,), 1.0, tl.float32)
-    for j in tl.static_range(PER_WORD):
-        channel = word * PER_WORD + j
-        if TURNED:
-            q = _turned(q_ptrs, channel, HEAD_DIM, ROWS, TURNED)
-        else:
-            mask = (channel < HEAD_DIM)[None, :]
-            q = tl.load(q_ptrs[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
-        if QUANTIZED_Q:
-            q = decode_e4m3(encode_e4m3(tl.div_rn(q, tl.broadcast_to(q_scale[:, None], (ROWS, WORDS)))))
-        if LOW and SHARING != "token_head" and SHARING != "group":
-            low = _of_channels(static_low_ptr, channel, HEAD_DIM, SHARING)
-            low_products += tl.where((channel < HEAD_DIM)[None, :], q * low[None, :], 0.0)
-        if SHARING == "channel":
-            q *= _of_channels(static_ptr, channel, HEAD_DIM, SHARING)[None, :]
-        largest = tl.maximum(largest, tl.abs(q))
-        exact += (q,)  # type: ignore[assignment]
+    CHANNELS: tl.constexpr = WORDS * PER_WORD
+    channel = tl.arange(0, CHANNELS)
+    real = (channel < HEAD_DIM)[None, :]
+    if TURNED:
+        q = _turned(q_ptrs, channel, HEAD_DIM, Q_ROWS, TURNED)
+    else:
+        q = tl.load(q_ptrs[:, None] + channel[None, :], mask=real, other=0.0).to(tl.float32)
+    q_scale = tl.full((Q_ROWS,), 1.0, tl.float32)
+    if QUANTIZED_Q:
+        q_scale = tl.load(q_scale_ptrs).to(tl.float32)
+        q = decode_e4m3(encode_e4m3(tl.div_rn(q, tl.broadcast_to(q_scale[:, None], (Q_ROWS, CHANNELS)))))
+    low_dot = tl.zeros((Q_ROWS,), tl.float32)
+    if LOW and SHARING != "token_head" and SHARING != "group":
+        low = _of_channels(static_low_ptr, channel, HEAD_DIM, SHARING)
+        low_dot += tl.sum(tl.where(real, q * low[None, :], 0.0), 1) * q_scale * (scaling * _LOG2_E)
+    if SHARING == "channel":
+        q *= _of_channels(static_ptr, channel, HEAD_DIM, SHARING)[None, :]
     # A power of two, so that dividing rounds nothing; float16 then holds 16-bit queries of any size.
-    power = (tl.max(largest, 1).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    power = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     power = tl.where(power == 0, 1.0, power)
-    inverse = 1.0 / power
+    q = (q * (1.0 / power)[:, None]).to(TYPE)
+    q_sum = tl.sum(q.to(tl.float32), 1)
+
     # The channels of a word whose codes come out smaller take larger queries, so that all dots have one unit.
     NORMAL: tl.constexpr = SHARING == "group"
     LEAST: tl.constexpr = words.least_factor(KIND, NORMAL)
+    parts = parted(q, Q_ROWS, WORDS, PER_WORD)
     qs = ()
-    total = tl.zeros((ROWS, WORDS), tl.float32)
     for j in tl.static_range(PER_WORD):
-        q = (exact[j] * inverse[:, None]).to(TYPE)
-        total += q.to(tl.float32)
-        qs += ((q * (words.factor(KIND, j, NORMAL) / LEAST)).to(TYPE),)  # type: ignore[assignment]
+        part = (parts[j] * (words.factor(KIND, j, NORMAL) / LEAST)).to(TYPE)
+        qs += (_repeated(part, ROWS // Q_ROWS),)  # type: ignore[assignment]
     unit = q_scale * power * (scaling * _LOG2_E)
-    low_dot = tl.sum(low_products, 1) * q_scale * (scaling * _LOG2_E)
-    q_sum = tl.sum(total, 1)
-    shift = tl.zeros((ROWS,), tl.float32)
+    shift = tl.zeros((Q_ROWS,), tl.float32)
     if SHARING == "group":
         if KIND == "nvfp4":
             unit *= tl.load(static_ptr) * (1.0 / _NVFP4_LIFT)
@@ -334,7 +338,24 @@ def _queries(
         if SHARING == "head":
             unit *= tl.load(static_ptr)
         shift = low_dot - q_sum * unit * words.offset(KIND)
-    return qs, unit * LEAST, shift, q_sum * unit
+    return (
+        qs,
+        _repeated(unit * LEAST, ROWS // Q_ROWS),
+        _repeated(shift, ROWS // Q_ROWS),
+        _repeated(q_sum * unit, ROWS // Q_ROWS),
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _repeated(x: tl.tensor, TIMES: tl.constexpr) -> tl.tensor:
+    """The rows ``TIMES`` times: a dot has more of them than a few queries fill."""
+    if TIMES == 1:
+        return x
+    elif len(x.shape) == 1:
+        return tl.reshape(tl.broadcast_to(x[None, :], (TIMES, x.shape[0])), (TIMES * x.shape[0],))
+    else:
+        repeated = tl.broadcast_to(x[None, :, :], (TIMES, x.shape[0], x.shape[1]))
+        return tl.reshape(repeated, (TIMES * x.shape[0], x.shape[1]))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -450,34 +471,47 @@ def _tile(  # type: ignore[no-untyped-def]
             seen &= key[None, :] > position[:, None] - window
         logits = tl.where(seen, logits, _LOWEST)
 
+    # Sums are scaled anew only when a maximum has moved far: float16 holds probabilities of some hundreds.
     above = tl.maximum(top, tl.max(logits, 1))
-    if IN_BASE_2:
-        p = tl.exp2(logits - above[:, None])
-        fade = tl.exp2(top - above)
-    else:
-        p = tl.exp2(logits * unit[:, None] - (above * unit)[:, None])
-        fade = tl.exp2((top - above) * unit)
-    if MASKED:
-        p = tl.where(seen, p, 0.0)
-
-    sum_fade = fade
+    rise = above - top if IN_BASE_2 else (above - top) * unit
+    far = tl.max(rise, 0) > _HIGHEST
+    unit_above = v_unit
     if V_SHARING == "token_head":
-        weight = weight * fade + tl.sum(p, 1)
-        if V_LOW:
-            lows = lows * fade + tl.sum(p * v_low[None, :], 1)
         # In units of the largest scale so far, float16 holds probabilities times scales of any size.
         unit_above = tl.maximum(v_unit, _power_above(tl.max(v_beside, 0)))
-        sum_fade = fade * (v_unit / unit_above)
+        far |= tl.max(unit_above - v_unit, 0) > 0
+    if far:
+        fade = tl.exp2(-rise)
+        weight *= fade
+        lows *= fade
+        fade *= tl.broadcast_to(v_unit / unit_above, (ROWS,))
+        rounded *= fade
+        faded = ()
+        for j in tl.static_range(V_PER_WORD):
+            faded += (sums[j] * fade[:, None],)  # type: ignore[assignment]
+        sums = faded
+        top = above
         v_unit = unit_above
+
+    if IN_BASE_2:
+        p = tl.exp2(logits - top[:, None])
+    else:
+        p = tl.exp2(logits * unit[:, None] - (top * unit)[:, None])
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
+    if V_SHARING == "token_head":
+        weight += tl.sum(p, 1)
+        if V_LOW:
+            lows += tl.sum(p * v_low[None, :], 1)
         p *= (v_beside / v_unit)[None, :]
     p = p.to(P_TYPE)
     # What multiplies V is what is summed: offsets of codes then cancel exactly.
-    rounded = rounded * sum_fade + tl.sum(p.to(tl.float32), 1)
+    rounded += tl.sum(p.to(tl.float32), 1)
     new_sums = ()
     for j in tl.static_range(V_PER_WORD):
         v = _operand(v_words, v_beside, v_low, j, V_KIND, V_SHARING, V_LOW, PTX)
-        new_sums += (tl.dot(p, v, sums[j] * sum_fade[:, None]),)  # type: ignore[assignment]
-    return above, weight, rounded, lows, v_unit, new_sums
+        new_sums += (tl.dot(p, v, sums[j]),)  # type: ignore[assignment]
+    return top, weight, rounded, lows, v_unit, new_sums
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -174,3 +174,39 @@ def decode(
 def spread(x: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
     """``(ROWS, COLUMNS)`` to ``(ROWS, COLUMNS * EACH)``, each value repeated."""
     return tl.reshape(tl.broadcast_to(x[:, :, None], (ROWS, COLUMNS, EACH)), (ROWS, COLUMNS * EACH))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def parted(x: tl.tensor, ROWS: tl.constexpr, WORDS: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
+    """``(ROWS, WORDS * EACH)`` to ``EACH`` tiles ``(ROWS, WORDS)``, of the first, second ... of each word."""
+    if EACH == 1:
+        return (x,)
+    elif EACH == 2:
+        return tl.split(tl.reshape(x, (ROWS, WORDS, 2)))
+    else:
+        even, odd = tl.split(tl.reshape(x, (ROWS, WORDS * EACH // 2, 2)))
+        even = parted(even, ROWS, WORDS, EACH // 2)
+        odd = parted(odd, ROWS, WORDS, EACH // 2)
+        parts = ()
+        for i in tl.static_range(EACH // 2):
+            parts += (even[i], odd[i])  # type: ignore[assignment]
+        return parts
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def united(parts: tl.tensor, ROWS: tl.constexpr, CHANNELS: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
+    """The inverse of :func:`parted`."""
+    if EACH == 1:
+        return parts[0]
+    elif EACH == 2:
+        return tl.reshape(tl.join(parts[0], parts[1]), (ROWS, CHANNELS))
+    else:
+        even = ()
+        odd = ()
+        for i in tl.static_range(EACH // 2):
+            even += (parts[2 * i],)  # type: ignore[assignment]
+            odd += (parts[2 * i + 1],)  # type: ignore[assignment]
+        joined = tl.join(
+            united(even, ROWS, CHANNELS // 2, EACH // 2), united(odd, ROWS, CHANNELS // 2, EACH // 2)
+        )
+        return tl.reshape(joined, (ROWS, CHANNELS))

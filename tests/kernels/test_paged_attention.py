@@ -94,6 +94,7 @@ class Case:
     page: int = 16
     scales_per: int | None = None
     spread: float = 0.0
+    rise: float = 0.0
     order: tuple = ("phtr", "phtr", "phtr", "phtr")
     dtype: torch.dtype = torch.float16
     features: tuple = ()
@@ -104,6 +105,7 @@ class Case:
         parts += [f"d{self.head_dim}", f"h{self.kv_heads}x{self.group}", f"q{self.queries}", f"p{self.page}"]
         parts += ["".join(f"l{length}" for length in self.lengths)] * (self.lengths != Case.lengths)
         parts += [f"g{self.scales_per}"] * bool(self.scales_per) + [f"e{self.spread:g}"] * bool(self.spread)
+        parts += [f"r{self.rise:g}"] * bool(self.rise)
         parts += [f"{name}{value}" for name, value in self.options.items()] + list(self.features)
         return "-".join([*parts, str(self.dtype).removeprefix("torch.")])
 
@@ -120,6 +122,8 @@ class Case:
                 seed = 10 * sequence + number
                 x = normal(length, self.kv_heads, self.head_dim, seed=seed) + 0.3 * number
                 x *= torch.exp(self.spread * normal(length, self.kv_heads, 1, seed=seed + 5))
+                if not number:
+                    x += self.rise * torch.linspace(0, 1, length).reshape(-1, 1, 1)
                 if self.options.get("hadamard") and not number:
                     x = reference.hadamard(x)
                 if length:
@@ -128,7 +132,7 @@ class Case:
             sides.append(arranged(side, order, beside, device))
         heads = self.kv_heads * self.group
         # Sharp softmaxes: with flat ones every mask or scale fault would average out.
-        q = normal(len(self.lengths), heads, self.queries, self.head_dim, seed=99) * 2
+        q = normal(len(self.lengths), heads, self.queries, self.head_dim, seed=99) * 2 + bool(self.rise)
         options = {"scaling": self.head_dim**-0.5 * 0.9, **self.options}
         if "sinks" in self.features:
             options["sinks"] = normal(heads, seed=98).to(device) * 2
@@ -223,6 +227,13 @@ class TestAgrees:
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_with_the_definition(self, case, device):
         assert_agrees(case.build(device))
+
+    @pytest.mark.parametrize("rise", [0.5, 3, -3])
+    @pytest.mark.parametrize("text", ["16bit", "int8 token_head low", "fp8_e4m3 token_head", "int4 group"])
+    def test_with_maxima_that_move_a_little_or_far(self, text, rise, device):
+        """From step to step by less than the sums wait for, by more, or never again."""
+        lengths = (150, 33, 1)
+        assert_agrees(Case(text, lengths=lengths, queries=3, rise=rise).build(device))
 
     @pytest.mark.parametrize("size", [1e-5, 1e3])
     @pytest.mark.parametrize(
@@ -814,3 +825,9 @@ class TestOnGpu:
     @pytest.mark.parametrize("text", ["fp8_e4m3 head", "int4 channel low", "nvfp4 group"])
     def test_long_sequences(self, text, device):
         assert_agrees(Case(text, head_dim=128, group=4, lengths=(40_000, 5, 17_777)).build(device))
+
+    @pytest.mark.parametrize("text", TEXTS)
+    def test_values_that_cancel(self, text, device):
+        """Means of many values are small beside a code, and what tensor cores cut off must be too."""
+        arguments = Case(text, head_dim=128, lengths=(70_000,), dtype=torch.float32).build(device)
+        assert_agrees(arguments | {"q": torch.zeros_like(arguments["q"])})

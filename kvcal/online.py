@@ -87,7 +87,7 @@ def dequantize(stored: Codes, fmt: KVFormat) -> torch.Tensor:
     if stored.zero_point is None:
         return stored.codes.float() * stored.scale
     rotated = (stored.codes.float() - stored.zero_point.float()) * stored.scale
-    return reference.random_hadamard(rotated, _signs(rotated), inverse=True, normalized=False)
+    return rotate_back(rotated)
 
 
 def quantize_dequantize(x: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
@@ -101,6 +101,17 @@ def quantize_dequantize(x: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
         UsageError: ``fmt`` has static scales, or cannot store vectors of this length.
     """
     return dequantize(quantize(x, fmt), fmt).to(x.dtype)
+
+
+def rotate_query(q: torch.Tensor) -> torch.Tensor:
+    """``R⁻ᵀ q``: Q that meets INT4's rotated codes of K in place of K itself, in the dtype of ``q``."""
+    order = reference.hadamard_order(q.shape[-1])
+    return reference.random_hadamard(q, _signs(q), normalized=False) / order
+
+
+def rotate_back(out: torch.Tensor) -> torch.Tensor:
+    """Sums of INT4's rotated V in the basis of the V handed over."""
+    return reference.random_hadamard(out, _signs(out), inverse=True, normalized=False)
 
 
 def rotation(head_dim: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvcal import capture
+from kvcal import capture, paged_cache
 from kvcal.cache import QuantizedCache
 from kvcal.data import TokenSet
 from kvcal.errors import StatisticsError
@@ -65,9 +65,12 @@ def validate(
     backend = dispatch.choose(model.device)
     held = cache.to(model.device)
     sums: dict[int, list[torch.Tensor]] = {}
+    used: set[str] = set()
 
     def compare(call: capture.AttentionCall) -> None:
         found = _squared_errors(call, held, backend)
+        if call.layer not in held.skipped:
+            used.add(backend.name if paged_cache.reads(call, held) else dispatch.REFERENCE)
         before = sums.get(call.layer)
         sums[call.layer] = found if before is None else [a + b for a, b in zip(before, found, strict=True)]
 
@@ -80,7 +83,7 @@ def validate(
             raise StatisticsError(f"layer {index}: its Q, K and V are too large to compute attention with")
     return Validation(
         layers={index: _layer_error(total) for index, total in sorted(sums.items())},
-        implementation=dispatch.REFERENCE if cache.format.dynamic else backend.name,
+        implementation=" and ".join(sorted(used)) or "none: every layer is kept in 16 bits",
         tokens=tokens.tokens,
     )
 
@@ -93,25 +96,17 @@ def _squared_errors(
     A skipped layer has no errors: its kernel reads 16 bits.
     """
     geometry: dict[str, Any] = {"scaling": call.scaling, "window": call.window, "softcap": call.softcap}
-    q, k, v = call.query.float(), call.key.float(), call.value.float()
-    exact = reference.attention(q, k, v, **geometry)
+    exact = reference.attention(call.query.float(), call.key.float(), call.value.float(), **geometry)
+    _, k_hat, v_hat = cache.give_back(call.layer, call.query, call.key, call.value)
     if call.layer in cache.skipped:
-        k_hat, outputs = call.key, [exact] if cache.format.dynamic else [exact, exact]
-    elif cache.scales is None:
-        _, k_hat, v_hat = cache.give_back(call.layer, call.query, call.key, call.value)
-        outputs = [reference.attention(q, k_hat.float(), v_hat.float(), **geometry)]
+        output = exact
+    elif paged_cache.reads(call, cache):
+        output = paged_cache.attend(call, cache, backend)
     else:
-        of, fmt = cache.scales.layers[call.layer], cache.format
-        k_codes = backend.quantize(call.key, of["k"], fmt)
-        v_codes = backend.quantize(call.value, of["v"], fmt)
-        k_hat = reference.dequantize(k_codes, of["k"])
-        common = {"k_scale": of["k"], "v_scale": of["v"], "fmt": fmt, **geometry}
-        outputs = [
-            backend.quantized_attention(call.query, k_codes, v_codes, **common),
-            backend.quantized_attention(
-                call.query, k_codes, v_codes, q_scale=of["q"], quantize_probabilities=True, **common
-            ),
-        ]
+        output = reference.attention(call.query.float(), k_hat.float(), v_hat.float(), **geometry)
+    outputs = [output]
+    if cache.scales is not None:
+        outputs.append(exact if call.layer in cache.skipped else _in_fp8(call, cache, backend, geometry))
     signal, noise = _logit_energy(call, k_hat.float())
     return [
         exact.double().square().sum((0, 2, 3)),
@@ -119,6 +114,25 @@ def _squared_errors(
         noise,
         *((output - exact).double().square().sum((0, 2, 3)) for output in outputs),
     ]
+
+
+def _in_fp8(
+    call: capture.AttentionCall, cache: QuantizedCache, backend: dispatch.Backend, geometry: dict[str, Any]
+) -> torch.Tensor:
+    """Output with Q and probabilities quantized too."""
+    assert cache.scales is not None
+    of, fmt = cache.scales.layers[call.layer], cache.format
+    return backend.quantized_attention(
+        call.query,
+        backend.quantize(call.key, of["k"], fmt),
+        backend.quantize(call.value, of["v"], fmt),
+        k_scale=of["k"],
+        v_scale=of["v"],
+        q_scale=of["q"],
+        quantize_probabilities=True,
+        fmt=fmt,
+        **geometry,
+    )
 
 
 def _logit_energy(call: capture.AttentionCall, k_hat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

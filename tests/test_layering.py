@@ -70,6 +70,7 @@ RANKS: dict[str, float] = {
     "observers": 9,
     "sensitivity": 9.4,
     "folding": 9.5,
+    "paged_cache": 8.8,
     "validate": 9,
     "export": 0,
     "export.bundle": 9,

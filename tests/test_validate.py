@@ -24,9 +24,10 @@ from tests.test_evaluate import DYNAMIC, every_dynamic_format, every_format, thr
 
 
 def prepared(
-    family: str, tokens: TokenSet, fmt: KVFormat = FP8_E4M3
+    family: str, tokens: TokenSet, fmt: KVFormat = FP8_E4M3, head_dim: int | None = None
 ) -> tuple[Any, QuantizedCache, scales.Scales | None]:
-    model = tiny.build_model(family, **({"head_dim": 32} if fmt.dynamic else {}))
+    wanted = head_dim or (32 if fmt.dynamic else None)
+    model = tiny.build_model(family, **({"head_dim": wanted} if wanted else {}))
     model.config._attn_implementation = "eager"
     if fmt.dynamic:
         return model, QuantizedCache(fmt), None
@@ -54,10 +55,11 @@ def row_by_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     return out.numpy()
 
 
+@pytest.mark.parametrize("head_dim", [32, 64], ids=["without pages", "in pages"])
 @every_format
-def test_errors_are_those_of_a_float64_computation(fmt: KVFormat) -> None:
+def test_errors_are_those_of_a_float64_computation(fmt: KVFormat, head_dim: int) -> None:
     tokens = token_set([29, 17])
-    model, cache, _ = prepared("llama", tokens, fmt)
+    model, cache, _ = prepared("llama", tokens, fmt, head_dim)
     measured = validate.validate(model, cache, tokens)
     calls: list[capture.AttentionCall] = []
     with torch.inference_mode(), capture.intercept(model, calls.append):

@@ -84,7 +84,9 @@ class _Launch:
         k, v = segment.k, segment.v
         self.k_side, self.v_side = _Side(k), _Side(v)
         group = q.shape[1] // k.kv_heads
-        rows = 16 if group * q.shape[2] <= 16 else 64
+        # Below 64 rows Triton multiplies by mma.sync. With wgmma, Triton 3.6 read beyond memory or gave wrong
+        # results on an H200 where K and V are of different kinds, or Q is turned.
+        rows = 16 if group * q.shape[2] <= 16 else 32
         block_q = rows // group
         self.query_blocks = triton.cdiv(q.shape[2], block_q)
         self.constants: dict[str, Any] = {

@@ -163,11 +163,19 @@ def decode(
         )
     else:
         bits = word.to(tl.int32) & 0xFFFF
-        half = ((bits << _left(KIND, J, NORMAL, 0)) >> _right(KIND, J, NORMAL, 0)) & _mask(KIND, J, NORMAL, 0)
+        half = _term(bits, J, KIND, NORMAL, 0)
         if _terms(KIND, J, NORMAL) == 2:
-            half |= ((bits << _left(KIND, J, NORMAL, 1)) >> _right(KIND, J, NORMAL, 1)) & _mask(KIND, J, NORMAL, 1)
+            half |= _term(bits, J, KIND, NORMAL, 1)
         half ^= _constant(KIND, J, NORMAL)
         return half.to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _term(
+    bits: tl.tensor, J: tl.constexpr, KIND: tl.constexpr, NORMAL: tl.constexpr, TERM: tl.constexpr
+) -> tl.tensor:
+    moved = (bits << _left(KIND, J, NORMAL, TERM)) >> _right(KIND, J, NORMAL, TERM)
+    return moved & _mask(KIND, J, NORMAL, TERM)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -83,6 +83,20 @@ class FoldRow:
     top1_agreement: float
 
 
+@dataclass(frozen=True)
+class ReductionRow:
+    """Scales as coarse as an engine takes them, judged on calibration text that did not set them.
+
+    ``rounded``: with Q, as in kernels that compute attention in FP8, or without. KL in nats per token.
+    """
+
+    scales: str
+    rounded: str
+    kl_mean: float
+    kl_p99: float
+    top1_agreement: float
+
+
 # None is the fixed scale 1.0 of an uncalibrated engine.
 RULES: tuple[ScaleRule | None, ...] = (
     None,
@@ -263,3 +277,43 @@ def scale_rules(
             )
         )
     return rows
+
+
+def scale_reductions(
+    model: Any, plan: Plan, tokens: TokenSet, on_tokens: Callable[[float], None]
+) -> list[ReductionRow]:
+    """Fidelity of per-head scales and of what engines make of them that take coarser ones or none.
+
+    All come from one calibration on one half of the text, and the other half judges them.
+
+    Args:
+        model: as loaded.
+        plan: of static FP8 scales per head.
+        tokens: calibration text alone.
+        on_tokens: hears of the tokens of each finished batch, which add up to those of ``tokens``.
+
+    Raises:
+        UsageError: the plan has no static scales.
+    """
+    setting, judging = folding.split(tokens, len(tokens.samples) // 2)
+    collected = scales.collect(plan)
+    statistics = calibrate.calibrate(model, plan, setting, on_tokens=on_tokens, collect=collected)
+    per_head = scales.compute(statistics, plan)
+    coarser = {
+        "per head": per_head,
+        "per tensor": scales.reduced(per_head, "per_tensor"),
+        "one per layer": scales.reduced(per_head, "shared"),
+        "scale 1.0": scales.unit(plan),
+    }
+    variants = {
+        (name, rounded): Variant(QuantizedCache(plan.format, each), with_query=with_query)
+        for rounded, with_query in (("K, V", False), ("K, V, Q", True))
+        for name, each in coarser.items()
+    }
+    found = evaluate.fidelities(
+        model, variants, plan.recipe.evaluation.batch_size, judging, on_tokens=on_tokens
+    )
+    return [
+        ReductionRow(name, rounded, fidelity.kl_mean, fidelity.kl_p99, fidelity.top1_agreement)
+        for (name, rounded), fidelity in found.items()
+    ]

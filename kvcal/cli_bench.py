@@ -124,6 +124,31 @@ def bench_objectives(
     )
 
 
+@app.command("reduction")
+def bench_reduction(
+    ctx: typer.Context,
+    model: Model = "demo",
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Compare FP8 scales per head with the coarser ones that some engines take, on calibration text alone.
+
+    Per tensor: the largest of the heads, for K, V and Q each. One per layer: the larger of K and V for both.
+    Scale 1.0 is what engines serve that ignore scales.
+
+    Example: kvcal bench reduction --model demo --samples 16
+    """
+    from kvcal import run
+
+    recipe = recipe_named(None, changes(ctx, CALIBRATION_FIELDS) | {"granularity": "per_head"})
+    terminal.print_rows(
+        run.run_bench_reduction(request_of(model, device=device), recipe, terminal.narrator()), as_json
+    )
+
+
 @app.command("attention")
 def bench_attention(
     shape: Annotated[

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -101,6 +102,32 @@ def collect(plan: Plan) -> Collect:
 def unit(plan: Plan) -> Scales:
     """Scale 1.0 everywhere: what an engine uses for a format whose scales it was not given."""
     return Scales({layer.index: {side: torch.ones(1) for side in SIDES} for layer in plan.layers})
+
+
+def reduced(scales: Scales, to: Literal["per_tensor", "shared"]) -> Scales:
+    """The coarser scales that are left where an engine's files have no room for finer ones.
+
+    The largest scale wins, so nothing clips that did not clip before. Heads that needed a smaller one pay
+    with precision, once their elements reach the format's subnormals.
+
+    Args:
+        scales: of any shape.
+        to: ``per_tensor``: one scale for K, one for V and one for Q of a layer. ``shared``: K and V have one
+            between them, as in SGLang's ``--quantization-param-path`` (python/sglang/srt/models/llama.py,
+            load_kv_cache_scales) and in TensorRT-LLM's ``kv_cache_scaling_factor``
+            (tensorrt_llm/quantization/quantize.py, kv_cache_quantize); Q as in ``per_tensor``.
+
+    Returns:
+        Tensors ``(1,)`` float32, on the device of those they come from.
+    """
+    found: dict[int, dict[Side, torch.Tensor]] = {}
+    for index, sides in scales.layers.items():
+        largest = {side: scale.max().reshape(1) for side, scale in sides.items()}
+        if to == "shared":
+            largest["k"] = torch.maximum(largest["k"], largest["v"])
+            largest["v"] = largest["k"].clone()  # safetensors refuses one tensor under two names
+        found[index] = largest
+    return Scales(found)
 
 
 def from_amax(amax: torch.Tensor, largest: float, rule: ScaleRule) -> torch.Tensor:

@@ -167,6 +167,61 @@ def test_saved_scales_come_back_equal(tmp_path: Path) -> None:
     assert all(torch.equal(again.layers[i][s], found.layers[i][s]) for i in found.layers for s in SIDES)
 
 
+HEADS = st.lists(POSITIVE, min_size=1, max_size=8).map(lambda heads: torch.tensor(heads).reshape(-1, 1, 1))
+PER_HEAD = st.fixed_dictionaries({"k": HEADS, "v": HEADS, "q": HEADS}).map(lambda sides: {3: sides})
+
+
+def same(a: scales.Scales, b: scales.Scales) -> bool:
+    places = {(i, side) for i, sides in a.layers.items() for side in sides}
+    return places == {(i, side) for i, sides in b.layers.items() for side in sides} and all(
+        torch.equal(a.layers[i][side], b.layers[i][side]) for i, side in places
+    )
+
+
+@given(layers=PER_HEAD)
+def test_the_scale_of_a_tensor_is_that_of_its_widest_head(
+    layers: dict[int, dict[Side, torch.Tensor]],
+) -> None:
+    found = scales.reduced(scales.Scales(layers), "per_tensor")
+    for side, heads in layers[3].items():
+        one = found.layers[3][side]
+        assert (one.shape, one.dtype) == ((1,), torch.float32)
+        assert bool((one >= heads).all())
+        assert bool((one == heads).any())
+    assert same(scales.reduced(found, "per_tensor"), found)
+
+
+@given(layers=PER_HEAD)
+def test_k_and_v_share_the_larger_scale_and_q_keeps_its_own(
+    layers: dict[int, dict[Side, torch.Tensor]],
+) -> None:
+    per_head = scales.Scales(layers)
+    per_tensor, found = scales.reduced(per_head, "per_tensor"), scales.reduced(per_head, "shared")
+    own, shared = per_tensor.layers[3], found.layers[3]
+    assert torch.equal(shared["q"], own["q"])
+    for side in ("k", "v"):
+        assert (shared[side].shape, shared[side].dtype) == ((1,), torch.float32)
+        assert float(shared[side]) == max(float(own["k"]), float(own["v"]))  # type: ignore[index]
+    assert same(scales.reduced(found, "shared"), found)
+    assert same(scales.reduced(found, "per_tensor"), found)
+    assert same(scales.reduced(per_tensor, "shared"), found)
+
+
+def test_the_scale_per_tensor_is_what_a_calibration_per_tensor_finds() -> None:
+    model, tokens = tiny.build_model(), token_set([33, 20])
+    per_head, per_tensor = (
+        scales.compute(run(model, tokens, granularity=gran), plan_for(model, granularity=gran))
+        for gran in ("per_head", "per_tensor")
+    )
+    assert same(scales.reduced(per_head, "per_tensor"), per_tensor)
+
+
+def test_shared_scales_can_be_written(tmp_path: Path) -> None:
+    found = scales.reduced(scales.compute(*planted(2.0, granularity="per_head")), "shared")
+    found.save(tmp_path / "scales.safetensors")
+    assert same(scales.Scales.load(tmp_path / "scales.safetensors"), found)
+
+
 def heavy(granularity: str = "per_head", **rule: Any) -> tuple[Statistics, Plan, Any]:
     """One channel of K and one of V, both of head 0, far wider than the others and read by nothing."""
     model = tiny.build_model(head_dim=32)

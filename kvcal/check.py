@@ -1,7 +1,8 @@
 """Re-reads written files against the engine's loader contract, stricter than the engine itself.
 
 vLLM's compressed-tensors loader accepts zero, NaN, missing and over-long scales without a word
-(compressed_tensors.py, CompressedTensorsKVCacheMethod); each of those is an error here.
+(compressed_tensors.py, CompressedTensorsKVCacheMethod), SGLang's serves 1.0 for what it does not know; each
+of those is an error here. What an engine reads is in its row and in :data:`_SECTIONS`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from kvcal import arch, engines, formats, granularity, models, sources
 from kvcal import recipe as recipes
 from kvcal.arch import LayerSpec, ModelSpec
-from kvcal.engines import EngineSpec
+from kvcal.engine_spec import EngineSpec
 from kvcal.errors import KvcalError, ModelError, RecipeError, UsageError
-from kvcal.export import bundle, folded
+from kvcal.export import bundle, folded, kernel
 from kvcal.granularity import Granularity
 from kvcal.recipe import SIDES, Side
 
@@ -56,6 +57,12 @@ class Checkpoint:
     folds: folded.Record | None
 
     @property
+    def section(self) -> dict[str, Any]:
+        """``quantization_config``; empty if there is none."""
+        section = self.config.get("quantization_config")
+        return section if isinstance(section, dict) else {}
+
+    @property
     def announces_scales(self) -> bool:
         """Whether static scales are part of it; a folded checkpoint may do without."""
         return self.folds is None or bool(_scheme(self)) or bool(self.scales)
@@ -64,6 +71,11 @@ class Checkpoint:
 def check(folder: Path, engine_name: str) -> list[Finding]:
     """All findings for one engine, failed ones included; the order is that of loading."""
     engine = engines.get(engine_name)
+    if engine.standalone:
+        if not os.path.isdir(folder):
+            raise UsageError(f"{folder}: no such folder")
+        wrong = list(kernel.faults(folder))
+        return [Finding("scales are those of the layout", not wrong, _join(wrong))]
     try:
         checkpoint = _read(folder)
     except UsageError:
@@ -71,7 +83,7 @@ def check(folder: Path, engine_name: str) -> list[Finding]:
     except KvcalError as error:
         return [Finding("files are readable", False, str(error))]
     findings = [Finding("files are readable", True, f"{len(checkpoint.files)} shards")]
-    for rule, test in _rules(checkpoint):
+    for rule, test in _rules(checkpoint, engine):
         faults = list(test(checkpoint, engine))
         findings.append(Finding(rule, not faults, _join(faults)))
     return findings
@@ -85,13 +97,13 @@ def scales_of(folder: Path, engine_name: str) -> tuple[ModelSpec, dict[int, dict
     checkpoint = _read(folder)
     engine = engines.get(engine_name)
     if not checkpoint.announces_scales:
-        ones: dict[Side, list[float]] = {side: [1.0] for side in SIDES}
+        ones: dict[Side, list[float]] = {side: [1.0] for side in _sides(engine)}
         written = dict.fromkeys((layer.index for layer in checkpoint.model.layers), ones)
         return checkpoint.model, written, False
     written = {
         layer.index: {
             side: [float(x) for x in checkpoint.scales[engine.scale_name(layer, side)].flatten()]
-            for side in SIDES
+            for side in _sides(engine)
         }
         for layer in checkpoint.model.layers
     }
@@ -118,40 +130,69 @@ def _read(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, model, files, weight_map, scales, folded.read_record(folder))
 
 
+@dataclass(frozen=True)
+class _Section:
+    """What ``quantization_config`` must say.
+
+    ``keys`` are those of ``kv_cache_scheme`` with the values that are allowed, ``strategy`` left to the
+    engine's granularities; ``shape`` is that of every scale, None if the granularity decides.
+    """
+
+    keys: Mapping[str, Any]
+    has_strategy: bool
+    shape: tuple[int, ...] | None
+
+
+_SECTIONS = {
+    "compressed-tensors": _Section(
+        {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}, has_strategy=True, shape=None
+    ),
+    "modelopt": _Section({"type": "float", "num_bits": 8, "dynamic": False}, has_strategy=False, shape=()),
+}
+
+
 def _scheme(checkpoint: Checkpoint) -> dict[str, Any]:
-    section = checkpoint.config.get("quantization_config")
-    scheme = section.get("kv_cache_scheme") if isinstance(section, dict) else None
+    scheme = checkpoint.section.get("kv_cache_scheme")
     return scheme if isinstance(scheme, dict) else {}
 
 
+def _sides(engine: EngineSpec) -> list[Side]:
+    return [side for side in SIDES if side in engine.scale_suffixes]
+
+
+def _form(engine: EngineSpec) -> _Section:
+    return _SECTIONS[engine.base_quant_methods[0]]
+
+
 def _granularity(checkpoint: Checkpoint, engine: EngineSpec) -> Granularity | None:
-    strategy = _scheme(checkpoint).get("strategy")
     loaded = [granularity.get(name) for name in engine.granularities]
+    if not _form(engine).has_strategy:
+        return loaded[0]
+    strategy = _scheme(checkpoint).get("strategy")
     matches = [g for g in loaded if g.compressed_tensors_strategy == strategy]
     return matches[0] if matches else None
 
 
 def _config(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
-    section = checkpoint.config.get("quantization_config")
-    if not isinstance(section, dict):
-        yield "config.json has no quantization_config; vLLM then refuses the k_scale tensors"
+    section, form = checkpoint.section, _form(engine)
+    if not section:
+        yield f"config.json has no quantization_config; {engine.title} then refuses the k_scale tensors"
         return
     if section.get("quant_method") not in engine.base_quant_methods:
         yield f"quant_method is {section.get('quant_method')!r}, must be {engine.base_quant_methods[0]!r}"
-    if not isinstance(section.get("config_groups"), dict):
-        yield 'quantization_config has no "config_groups"; vLLM cannot count heads without (write {})'
+    if form.has_strategy and not isinstance(section.get("config_groups"), dict):
+        why = f"{engine.title} cannot count heads without (write {{}})"
+        yield f'quantization_config has no "config_groups"; {why}'
+    if not form.has_strategy and section.get("quant_algo") is None:
+        yield 'quantization_config has no "quant_algo", which is mandatory in this form'
     scheme = section.get("kv_cache_scheme")
     if not isinstance(scheme, dict):
-        yield "quantization_config has no kv_cache_scheme; vLLM then serves scale 1.0"
+        yield f"quantization_config has no kv_cache_scheme; {engine.title} then serves scale 1.0"
         return
-    known = [granularity.get(name).compressed_tensors_strategy for name in engine.granularities]
-    allowed: dict[str, list[Any]] = {
-        "type": ["float"],
-        "num_bits": [8],
-        "symmetric": [True],
-        "dynamic": [False],
-        "strategy": known,
-    }
+    allowed: dict[str, list[Any]] = {key: [value] for key, value in form.keys.items()}
+    if form.has_strategy:
+        known = [granularity.get(name).compressed_tensors_strategy for name in engine.granularities]
+        allowed["strategy"] = known
     for key, values in allowed.items():
         if scheme.get(key) not in values or isinstance(scheme.get(key), bool) != isinstance(values[0], bool):
             shown = " or ".join(json.dumps(v) for v in values)
@@ -166,9 +207,17 @@ def _consumed(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
 
 def _plain(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
     """A folded checkpoint without scales must not look as if it had any."""
-    section = checkpoint.config.get("quantization_config")
-    if isinstance(section, dict) and not section.get("config_groups"):
+    section = checkpoint.section
+    if section and not section.get("config_groups"):
         yield "config.json has a quantization_config that quantizes nothing; remove it"
+
+
+def _no_scales(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
+    """For engines that have no place for any."""
+    for name in sorted(checkpoint.scales):
+        yield f"{name}: {engine.title} loads no scales, and may fail on one; export again with kvcal export"
+    if _scheme(checkpoint):
+        yield f"config.json has a kv_cache_scheme, which {engine.title} does not read"
 
 
 def _has_format(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
@@ -184,8 +233,7 @@ def _has_format(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
 def _folds_delivered(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
     """What is in the files must be what was written, and the record must fit the model."""
     assert checkpoint.folds is not None
-    section = checkpoint.config.get("quantization_config")
-    if isinstance(section, dict) and section.get("config_groups"):
+    if checkpoint.section.get("config_groups"):
         return  # rounded since: the weights say nothing exact any more
     try:
         yield from _not_as_written(checkpoint, checkpoint.folds)
@@ -224,15 +272,15 @@ def _index(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
 
 def _present(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
     for layer in checkpoint.model.layers:
-        lost = [side for side in SIDES if engine.scale_name(layer, side) not in checkpoint.scales]
+        lost = [side for side in _sides(engine) if engine.scale_name(layer, side) not in checkpoint.scales]
         if lost:
             names = ", ".join(engine.scale_suffixes[side] for side in lost)
-            yield f"layer {layer.index} has no {names}; vLLM would serve 1.0 without a word"
+            yield f"layer {layer.index} has no {names}; {engine.title} would serve 1.0 without a word"
 
 
 def _known_names(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
     layers = checkpoint.model.layers
-    expected = {engine.scale_name(layer, side) for layer in layers for side in SIDES}
+    expected = {engine.scale_name(layer, side) for layer in layers for side in _sides(engine)}
     # Nothing else lies directly in an attention module, so whatever does is a scale with a slip in its name.
     modules = {layer.module for layer in layers}
     inside = {n for names in checkpoint.files.values() for n in names if n.rpartition(".")[0] in modules}
@@ -245,7 +293,8 @@ def _shapes(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
     if gran is None:
         return
     for layer, side, name, scale in _scales(checkpoint, engine):
-        wanted = torch.Size(gran.scale_shape(layer.heads_of(side), layer.head_dim))
+        by_granularity = gran.scale_shape(layer.heads_of(side), layer.head_dim)
+        wanted = torch.Size(by_granularity if _form(engine).shape is None else ())
         if scale.dtype != torch.float32:
             yield f"{name} is {scale.dtype}, must be torch.float32"
         if scale.shape != wanted:
@@ -268,7 +317,7 @@ def _scales(
     checkpoint: Checkpoint, engine: EngineSpec
 ) -> Iterator[tuple[LayerSpec, Side, str, torch.Tensor]]:
     for layer in checkpoint.model.layers:
-        for side in SIDES:
+        for side in _sides(engine):
             name = engine.scale_name(layer, side)
             if name in checkpoint.scales:
                 yield layer, side, name, checkpoint.scales[name]
@@ -287,12 +336,13 @@ _SCALES: tuple[Rule, ...] = (
     ("config announces a static FP8 cache", _config),
     ("engine consumes it for this model", _consumed),
     _INDEX,
-    ("every layer has k, v and q scales", _present),
+    ("every layer has k and v scales", _present),
     ("no scale under another name", _known_names),
     ("shapes and dtypes fit the strategy", _shapes),
     ("values are finite and above zero", _values),
 )
 _FOLDED: Rule = ("folded weights are what was written", _folds_delivered)
+_NO_SCALES: Rule = ("no scale that the engine has no place for", _no_scales)
 _PLAIN: tuple[Rule, ...] = (
     ("config announces nothing but the weights", _plain),
     ("engine has the format for this model", _has_format),
@@ -300,6 +350,11 @@ _PLAIN: tuple[Rule, ...] = (
 )
 
 
-def _rules(checkpoint: Checkpoint) -> tuple[Rule, ...]:
-    rules = _SCALES if checkpoint.announces_scales else _PLAIN
+def _rules(checkpoint: Checkpoint, engine: EngineSpec) -> tuple[Rule, ...]:
+    if not engine.scale_suffixes:
+        rules = (_NO_SCALES, *_PLAIN)
+    else:
+        rules = _SCALES if checkpoint.announces_scales else _PLAIN
+        if "q" in engine.scale_suffixes:
+            rules = tuple((rule.replace("k and v", "k, v and q"), test) for rule, test in rules)
     return rules if checkpoint.folds is None else (*rules, _FOLDED)

@@ -135,6 +135,7 @@ def check_live(
     max_new_tokens: int,
     *,
     announced: bool = True,
+    scales_over: str | None = None,
     timeout_s: float = live_engine.TIMEOUT_S,
 ) -> LiveResult:
     """Load ``folder`` in vLLM and compare with the written scales and with transformers.
@@ -150,6 +151,7 @@ def check_live(
         prompts: text, for which the folder needs a tokenizer, or token ids. None at all: scales only.
         max_new_tokens: length of each continuation.
         announced: whether ``config.json`` asks for the FP8 cache; a folded checkpoint leaves that to a flag.
+        scales_over: cache dtype for which scales are loaded, if over 16 bits the engine forgets them.
         timeout_s: seconds that one run of the engine may take.
 
     Raises:
@@ -162,7 +164,7 @@ def check_live(
     if not any(expected.values()):
         raise CheckFailed(f"{folder}: no scales were written, so there is nothing to ask the engine about")
     asked = _Prompts.of(prompts, folder, spec, max_new_tokens)
-    engine = live_engine.Engine(python, folder, asked.ids, max_new_tokens, timeout_s)
+    engine = live_engine.Engine(python, folder, asked.ids, max_new_tokens, timeout_s, scales_over)
 
     answer = engine.ask("bfloat16")
     scales, problems = _compare_scales(expected, module_paths, answer)

@@ -149,10 +149,15 @@ def plan(
 ) -> None:
     """Say what calibrate would do, or why it would refuse. Loads no weights.
 
+    With --engine all: what every engine would make of it.
+
     Example: kvcal plan --model demo --format fp8 --granularity per_head
     """
     from kvcal import preflight, report
 
+    if engine == "all":
+        _plan_for_all(ctx, model, revision, recipe, as_json)
+        return
     wanted = recipe_named(recipe, changes(ctx, CALIBRATION_FIELDS))
     resolved, source = preflight.resolve(model, revision, wanted, terminal.narrator())
     document = report.plan_document(resolved, source.name)
@@ -161,6 +166,56 @@ def plan(
     else:
         report.print_plan(terminal.console(), document)
         report.print_advice(terminal.console(), document)
+
+
+def _plan_for_all(
+    ctx: typer.Context, model: str, revision: str | None, recipe: str | None, as_json: bool
+) -> None:
+    from kvcal import engine_report, preflight
+
+    fields = {option: paths for option, paths in CALIBRATION_FIELDS.items() if option != "engine"}
+    wanted = recipe_named(recipe, changes(ctx, fields))
+    found, source = preflight.verdicts(model, revision, wanted, terminal.narrator())
+    if as_json:
+        terminal.print_json([engine_report.verdict_document(each) for each in found])
+    else:
+        engine_report.print_verdicts(terminal.console(), found, f"{wanted.format} for {source.name}")
+
+
+@app.command()
+def engines(as_json: Json = False) -> None:
+    """List what each serving engine loads, and what it ignores.
+
+    Example: kvcal engines
+    """
+    from kvcal import engine_report
+    from kvcal.engines import ENGINES
+
+    if as_json:
+        terminal.print_json([engine_report.engine_document(engine) for engine in ENGINES])
+    else:
+        engine_report.print_engines(terminal.console(), ENGINES)
+
+
+@app.command()
+def export(
+    folder: Folder,
+    engine: Annotated[str, typer.Option(help="Serving engine; `kvcal engines` lists them.")],
+    output: Annotated[Path | None, typer.Option(help="Checkpoint folder to write.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output after success.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a calibrated checkpoint in the form of another engine, without running the model.
+
+    Example: kvcal export out/demo --engine sglang
+    """
+    from kvcal import engine_report, run_export
+
+    found = run_export.run_export(folder, engine, output, overwrite=overwrite)
+    if as_json:
+        terminal.print_json(vars(found))
+    else:
+        engine_report.print_exported(terminal.console(), vars(found))
 
 
 @app.command()
@@ -240,7 +295,10 @@ def unfold(
 @app.command()
 def check(
     folder: Folder,
-    engine: Annotated[str, typer.Option(help="Serving engine: vllm.")] = "vllm",
+    engine: Annotated[str, typer.Option(help="Serving engine; `kvcal engines` lists them.")] = "vllm",
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, help="Also show what each of this many ranks will hold.")
+    ] = None,
     live: Annotated[
         bool, typer.Option("--live", help="Also load it in the real engine and compare.")
     ] = False,
@@ -253,16 +311,20 @@ def check(
 
     Example: kvcal check SmolLM2-135M-Instruct-fp8_e4m3-per_head --engine vllm
     """
-    from kvcal import report, run
+    from kvcal import engine_report, report, run
 
     findings = run.run_check(
         folder, engine, live=live, engine_python=engine_python, narrator=terminal.narrator()
     )
     failed = [f for f in findings if not f.ok]
+    shares = run.run_shares(folder, engine, tensor_parallel) if tensor_parallel and not failed else []
     if as_json:
-        terminal.print_json({"ok": not failed, "findings": [vars(f) for f in findings]})
+        document = {"ok": not failed, "findings": [vars(f) for f in findings]}
+        terminal.print_json(document | ({"ranks": shares} if tensor_parallel else {}))
     else:
         report.print_findings(terminal.console(), findings)
+        if shares:
+            engine_report.print_shares(terminal.console(), shares)
     if failed:
         terminal.fail(CheckFailed(f"{folder}: {len(failed)} of {len(findings)} rules are broken"))
 

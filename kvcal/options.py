@@ -27,7 +27,7 @@ Format = Annotated[
     ),
 ]
 GranularityName = Annotated[str | None, typer.Option("--granularity", help="per_tensor or per_head.")]
-Engine = Annotated[str | None, typer.Option("--engine", help="Serving engine: vllm.")]
+Engine = Annotated[str | None, typer.Option("--engine", help="Serving engine; `kvcal engines` lists them.")]
 Deliver = Annotated[
     str | None,
     typer.Option(

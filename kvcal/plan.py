@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvcal import engines, exactness, formats, granularity
 from kvcal.arch import LayerSpec, ModelSpec
-from kvcal.engines import Deliver, EngineSpec
+from kvcal.engine_spec import Deliver, EngineSpec, Verdict
 from kvcal.errors import PlanRefused
 from kvcal.formats import KVFormat
 from kvcal.granularity import Granularity
@@ -105,10 +105,12 @@ def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
     """
     engine = engines.get(recipe.engine)
     fmt = formats.get(recipe.format)
-    deliver = recipe.deliver or engine.deliveries(fmt)[0]
+    deliver = recipe.deliver or engine.deliveries(fmt, model)[0]
     static = not fmt.dynamic and deliver != "fold"
     gran = granularity.get(recipe.granularity or "per_tensor") if static else None
     reasons = engine.refusals(model, fmt, gran, deliver)
+    if engine.standalone and deliver != "metadata":
+        reasons.append(f"{engine.name} has no weights to fold into; leave --deliver {deliver} out")
     if gran is None and recipe.granularity is not None:
         what = (
             f"{fmt.name} is scaled per token and head by the engine"
@@ -140,6 +142,30 @@ def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
         evaluation_seq_len=lengths["evaluation"],
         notices=notices,
     )
+
+
+@dataclass(frozen=True)
+class EngineVerdict:
+    """One engine's answer to a recipe."""
+
+    engine: EngineSpec
+    deliver: Deliver
+    verdict: Verdict
+
+
+def verdicts(recipe: Recipe, model: ModelSpec) -> list[EngineVerdict]:
+    """What every engine would make of a recipe; its own ``engine`` does not count.
+
+    A recipe that does not say how it is delivered gets the way that each engine reads.
+    """
+    fmt = formats.get(recipe.format)
+    found = []
+    for engine in engines.ENGINES:
+        deliver = recipe.deliver or engine.deliveries(fmt, model)[0]
+        static = not fmt.dynamic and deliver != "fold"
+        gran = granularity.get(recipe.granularity or "per_tensor") if static else None
+        found.append(EngineVerdict(engine, deliver, engine.verdict(model, fmt, gran, deliver)))
+    return found
 
 
 def sample_lengths(recipe: Recipe, model: ModelSpec) -> tuple[dict[str, int], tuple[str, ...]]:
@@ -194,6 +220,8 @@ def _about_transforms(recipe: Recipe, model: ModelSpec, engine: EngineSpec, deli
 def advice(plan: Plan) -> list[str]:
     """Formats of the engine that are worth a look for this model, with the reasons."""
     engine, model = plan.engine, plan.model
+    if not {"int8_per_token_head", "fp8_e4m3"} <= engine.decode_time.keys():
+        return []
     slow = engine.decode_time["int8_per_token_head"] / engine.decode_time["fp8_e4m3"]
     int8 = (
         "int8_per_token_head with --deliver fold: nearly FP8's bytes, and about 9 dB less error once folds"

@@ -16,3 +16,11 @@ def resolve(
     for notice in resolved.notices:
         narrator.notice(notice)
     return resolved, source
+
+
+def verdicts(
+    model: str, revision: str | None, recipe: Recipe, narrator: Narrator
+) -> tuple[list[plan.EngineVerdict], sources.Source]:
+    """What every engine would make of a recipe for this model."""
+    source = sources.locate(model, revision, weights=False, say=narrator.say)
+    return plan.verdicts(recipe, arch.read(source.config())), source

@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvcal import engines, formats, granularity
+from kvcal.engine_spec import Deliver
 from kvcal.errors import RecipeError, UsageError
 
 Side = Literal["k", "v", "q"]
@@ -182,7 +183,7 @@ class Recipe(Section):
     format: str = formats.FP8_E4M3.name
     granularity: str | None = None
     engine: str = "vllm"
-    deliver: engines.Deliver | None = None
+    deliver: Deliver | None = None
     scale: ScaleRule = ScaleRule()
     folds: Folds = Folds()
     weights: Weights | None = None

@@ -42,6 +42,7 @@ def build(
     gates: Sequence[GateResult],
     findings: Sequence[Finding],
     serve: Sequence[str],
+    before_serving: str | None,
 ) -> Report:
     """The document behind ``report.json``; README lists its keys."""
     passed = all(f.ok for f in findings) and all(g.passed for g in gates)
@@ -70,6 +71,7 @@ def build(
             _layer(index, sides, validation) for index, sides in sorted(outcome.summaries(plan).items())
         ],
         "engine": _engine(plan, [f"{f.rule}: {f.message}" for f in findings if not f.ok]),
+        "before_serving": before_serving,
         "serve": shlex.join(serve),
     }
 
@@ -207,6 +209,8 @@ def print_report(console: Console, report: Report) -> None:
     if len(flagged) > 8:
         console.print(f"and {len(flagged) - 8} more flags in report.json", style="yellow", highlight=False)
     if report["verdict"] == "pass":
+        if report["before_serving"]:
+            console.print(f"first {report['before_serving']}", highlight=False, soft_wrap=True, markup=False)
         console.print("serve with", style="bold")
         console.print(f"  {report['serve']}", highlight=False, soft_wrap=True)
 

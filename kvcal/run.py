@@ -17,6 +17,7 @@ from kvcal import (
     check,
     check_live,
     data,
+    engines,
     evaluate,
     gates,
     live_engine,
@@ -31,6 +32,7 @@ from kvcal import (
     report,
     scales,
     sources,
+    tensor_parallel,
     unfold,
     validate,
     weights,
@@ -38,7 +40,7 @@ from kvcal import (
 from kvcal import recipe as recipes
 from kvcal.cache import QuantizedCache
 from kvcal.errors import ModelError, UsageError
-from kvcal.export import bundle, vllm
+from kvcal.export import bundle, naming, targets
 from kvcal.opening import Request
 from kvcal.progress import Narrator
 
@@ -59,13 +61,18 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
     opening.quiet_libraries()
     device = models.device_named(request.device)
     resolved, source = preflight.resolve(request.model, request.revision, recipe, narrator)
+    if resolved.engine.standalone:
+        raise UsageError(
+            f"calibrate writes checkpoints, and {recipe.engine} is none; calibrate for another engine, then"
+            f" kvcal export --engine {recipe.engine}"
+        )
     destination = request.output or _default_output(source, resolved)
     with bundle.staging(destination, overwrite=request.overwrite, base=source.folder) as stage:
         plan_document = report.plan_document(resolved, source.name)
         report.print_plan(narrator.console, plan_document)
         clock = manifest.Clock()
         source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
-        bundle.base_weight_map(source.folder, set(vllm.tensor_names(resolved)))  # refuse before the work
+        bundle.base_weight_map(source.folder, set(naming.tensor_names(resolved)))  # refuse before the work
         if recipe.weights is not None:
             weights.refuse(source.folder, recipe.weights.scheme, resolved.model)
         tokenizer = models.load_tokenizer(source.folder, request.trust)
@@ -88,7 +95,7 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
         results = gates.apply(recipe.gates, outcome.evaluation.cache, outcome.validation.worst[1])
         with bundle.translated_os_errors(stage.destination):
             base_config = sources.read_config(base).get("quantization_config")
-            written = vllm.to_bundle(outcome.cache.scales, resolved, base_config)
+            written = targets.of(resolved).to_bundle(outcome.cache.scales, resolved, base_config)
             bundle.write(onto_base.folding.onto(written) if onto_base else written, base, stage.folder)
             if onto_base is not None:
                 job.forget_model()  # the written one is loaded now, and two may not fit
@@ -101,8 +108,9 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
             (stage.records / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
             findings = check.check(stage.folder, recipe.engine)
             clock.lap("export and check")
-            serve = vllm.serve_command(str(stage.destination), resolved)
-            document = report.build(resolved, outcome, folds, results, findings, serve)
+            where = str(stage.destination)
+            serve, before = targets.serve_command(where, resolved), targets.before_serving(where, resolved)
+            document = report.build(resolved, outcome, folds, results, findings, serve, before)
             outcome.statistics.save(stage.records / "statistics.safetensors")
             if resolved.granularity is not None and outcome.cache.scales is not None:
                 outcome.cache.scales.save(stage.records / "scales.safetensors")
@@ -187,8 +195,14 @@ def run_check(
         LIVE_PROMPTS,
         LIVE_NEW_TOKENS,
         announced=announced,
+        scales_over="fp8" if engines.get(engine).forgets_over_16_bits else None,
     )
     return findings + _live_findings(result, announced)
+
+
+def run_shares(folder: Path, engine: str, ranks: int) -> list[dict[str, Any]]:
+    """What each rank of a tensor-parallel engine holds of the written scales."""
+    return [vars(share) for share in tensor_parallel.shares(folder, engine, ranks)]
 
 
 def _live_findings(result: check_live.LiveResult, announced: bool) -> list[check.Finding]:
@@ -262,6 +276,15 @@ def run_bench_objectives(
     model, resolved, text = _open(request, recipe, narrator)
     with narrator.bar("bench", text.tokens) as on_tokens:
         return bench.static_objectives(model, resolved, text, names, on_tokens)
+
+
+def run_bench_reduction(
+    request: Request, recipe: recipes.Recipe, narrator: Narrator
+) -> list[bench.ReductionRow]:
+    """What an engine's coarser scales cost, on calibration text alone."""
+    model, resolved, text = _open(request, recipe, narrator)
+    with narrator.bar("bench", text.tokens) as on_tokens:
+        return bench.scale_reductions(model, resolved, text, on_tokens)
 
 
 def run_bench_attention(

@@ -68,6 +68,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--max-new-tokens", type=int, default=16, metavar="N")
     parser.add_argument("--cache-dtype", default="bfloat16", help="vLLM's kv_cache_dtype")
+    parser.add_argument(
+        "--scales-over", metavar="DTYPE", help="read the scales from a second model, loaded for this cache"
+    )
     return parser.parse_args(arguments)
 
 
@@ -89,7 +92,7 @@ def _answer(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             "cache_dtype": options.cache_dtype,
             **_default_cache_dtype(options),
             "fp8_cache_unsupported": _fp8_cache_unsupported(),
-            "layers": llm.apply_model(_scales)[0],
+            "layers": _layers(llm, options),
             "outputs": _generate(llm, options.prompt_ids, options.max_new_tokens),
         }
     except (Exception, SystemExit) as error:  # vLLM refuses with whatever its layers raise
@@ -124,6 +127,19 @@ def _generate(llm: Any, prompts: list[list[int]], max_new_tokens: int) -> list[l
     return [list(result.outputs[0].token_ids) for result in results]
 
 
+def _layers(llm: Any, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    if options.scales_over is None:
+        found: dict[str, dict[str, Any]] = llm.apply_model(_scales)[0]
+        return found
+    from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
+    from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found]
+    from vllm.model_executor.model_loader import get_model  # type: ignore[import-not-found]
+
+    config = EngineArgs(**_engine_arguments(options, options.scales_over)).create_engine_config()
+    with set_current_vllm_config(config):
+        return _scales(get_model(vllm_config=config))
+
+
 def _scales(model: Any) -> dict[str, dict[str, Any]]:
     """Scales of every module that holds some, by module name."""
     return {
@@ -140,8 +156,8 @@ def _default_cache_dtype(options: argparse.Namespace) -> dict[str, Any]:
     """What ``vllm serve FOLDER`` without a cache flag would choose: a second model, built without weights."""
     try:
         import torch
-        from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
-        from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found]
+        from vllm.config import set_current_vllm_config
+        from vllm.engine.arg_utils import EngineArgs
         from vllm.model_executor.model_loader.utils import initialize_model  # type: ignore[import-not-found]
         from vllm.utils.torch_utils import set_default_torch_dtype  # type: ignore[import-not-found]
 

@@ -395,8 +395,8 @@ def test_the_terminal_shows_each_rule_and_the_broken_ones(
 def test_a_folder_or_engine_that_is_not_there_is_bad_usage(exported: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such folder"):
         check.check(tmp_path / "no", "vllm")
-    with pytest.raises(UsageError, match="unknown engine 'sglang'"):
-        check.check(exported, "sglang")
+    with pytest.raises(UsageError, match="unknown engine 'sglong'"):
+        check.check(exported, "sglong")
 
 
 # Folded checkpoints

@@ -161,7 +161,7 @@ FAILURES: dict[str, tuple[int, str, str]] = {
     "a name no folder can have": (2, f"check {'a' * 300}", "no such folder"),
     "no folder to validate": (2, "validate nowhere", "nowhere: no such folder"),
     "no folder to evaluate": (2, "evaluate nowhere", "nowhere: no such folder"),
-    "unknown engine": (2, "check {exported} --engine sglang", "unknown engine 'sglang'; known: vllm"),
+    "unknown engine": (2, "check {exported} --engine sglong", "unknown engine 'sglong'; known: vllm"),
     "unknown device": (2, "evaluate {exported} --device tpu9", "unknown device 'tpu9'"),
     "refused plan": (3, "plan --model {unfit}", "head size 40 is not a multiple of 16"),
     "refused calibration": (3, "calibrate --model {unfit}", "head size 40 is not a multiple of 16"),
@@ -410,6 +410,7 @@ SUCCESSES = {
     "unfold": "unfold {folded} --output again",
     "bench capture": "bench capture --model {llama_folder} --samples 2 --seq-len 24 --pairs 2",
     "bench rules": "bench rules --model {llama_folder} --samples 4 --seq-len 24",
+    "bench reduction": "bench reduction --model {llama_folder} --samples 4 --seq-len 24",
     "bench folds": "bench folds --model {planted_folder} --samples 4 --seq-len 24"
     " --format int8_per_token_head",
     "bench folds of fp8": "bench folds --model {planted_folder} --samples 4 --seq-len 24",

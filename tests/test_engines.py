@@ -7,7 +7,7 @@ import pytest
 
 from kvcal import arch, engines, formats, granularity
 from kvcal.arch import ModelSpec
-from kvcal.engines import Deliver
+from kvcal.engine_spec import Deliver, EngineSpec
 from kvcal.errors import UsageError
 from kvcal.formats import KVFormat
 
@@ -188,11 +188,12 @@ def test_static_scales_never_reach_a_dynamic_format(deliver: Deliver, fmt: KVFor
 
 
 def test_ways_of_delivery_are_those_that_the_engine_reads() -> None:
-    assert engines.VLLM.deliveries(FP8) == ("metadata", "fold", "both")
-    assert all(engines.VLLM.deliveries(fmt) == ("fold",) for fmt in DYNAMIC)
-    assert all(engines.VLLM.deliveries(fmt) == ("metadata", "fold", "both") for fmt in LACKING)
+    model = arch.read(CONFIG)
+    assert engines.VLLM.deliveries(FP8, model) == ("metadata", "fold", "both")
+    assert all(engines.VLLM.deliveries(fmt, model) == ("fold",) for fmt in DYNAMIC)
+    assert all(engines.VLLM.deliveries(fmt, model) == ("metadata", "fold", "both") for fmt in LACKING)
     unscaled = replace(engines.VLLM, cache_dtype={"int8": "int8"})
-    assert unscaled.deliveries(formats.INT8) == ("fold",)
+    assert unscaled.deliveries(formats.INT8, model) == ("fold",)
     for deliver in ("fold", "both"):
         assert refusals("per_head" if deliver == "both" else None, FP8, deliver) == []
 
@@ -216,21 +217,31 @@ def test_weights_that_are_quantized_already_are_not_folded(
 
 
 def test_unknown_engine_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="unknown engine 'vlm'; known: vllm"):
+    with pytest.raises(UsageError, match="unknown engine 'vlm'; known: vllm, vllm-modelopt, sglang"):
         engines.get("vlm")
 
 
 @pytest.mark.parametrize("engine", engines.ENGINES, ids=lambda e: e.name)
-def test_every_row_speaks_of_formats_and_granularities_that_exist(engine: engines.EngineSpec) -> None:
+def test_every_row_speaks_of_formats_and_granularities_that_exist(engine: EngineSpec) -> None:
     assert engine.cache_dtype.keys() <= {f.name for f in formats.FORMATS}
     assert set(engine.loads_scales) <= {f.name for f in formats.FORMATS if not f.dynamic}
     assert set(engine.loads_scales) <= engine.cache_dtype.keys()
-    assert engine.head_dim_multiple.keys() == engine.smallest_head_dim.keys() == engine.cache_dtype.keys()
-    assert engine.decode_time.keys() == engine.cache_dtype.keys()
-    assert min(*engine.head_dim_multiple.values(), *engine.smallest_head_dim.values()) >= 1
-    assert min(engine.decode_time.values()) > 0
+    of_formats = (
+        *(engine.head_dim_multiple, engine.smallest_head_dim, engine.decode_time),
+        *(engine.unread, engine.approximations),
+    )
+    assert all(each.keys() <= engine.cache_dtype.keys() for each in of_formats)
+    assert min([*engine.head_dim_multiple.values(), *engine.smallest_head_dim.values(), 1]) >= 1
+    assert min([*engine.decode_time.values(), 1.0]) > 0
     assert set(engine.granularities) <= set(granularity.names())
+    static = {f.name for f in formats.FORMATS if not f.dynamic} & engine.cache_dtype.keys()
     dynamic = {"per_token_head"} if engine.cache_dtype.keys() & {f.name for f in DYNAMIC} else set()
-    assert set(engine.granularities) | dynamic == engine.backends.keys()
-    assert engine.scale_suffixes.keys() == {"k", "v", "q"}
+    assert set(engine.granularities or (["per_tensor"] if static else [])) | dynamic == engine.backends.keys()
+    assert engine.scale_suffixes.keys() in ({"k", "v", "q"}, {"k", "v"}, set())
+    assert bool(engine.scale_suffixes) == bool(engine.loads_scales)
+    assert bool(engine.base_quant_methods) == (bool(engine.loads_scales) and not engine.standalone)
+    assert not engine.unread.keys() & set(engine.loads_scales)
+    assert set(engine.families or ()) <= arch.FAMILIES.keys()
+    assert engine.source
+    assert engine.title
     assert engines.get(engine.name) is engine

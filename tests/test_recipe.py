@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcal import exactness, formats, granularity, recipe, weights
+from kvcal import engines, exactness, formats, granularity, recipe, weights
 from kvcal.errors import RecipeError, UsageError
 from kvcal.recipe import Recipe
 
@@ -27,7 +27,7 @@ def test_all_faults_are_listed_at_once_with_path_value_and_fix() -> None:
         """
         format: fp9
         granularity: per_heads
-        engine: sglang
+        engine: sglong
         deliver: folded
         scale: {rule: amaxx, headroom: 0.5, objective: mae, percentile: 20}
         folds: {transforms: [key_scale, key_scala], scales: any, samples: 0, seed: -1, sede: 1}
@@ -44,7 +44,7 @@ def test_all_faults_are_listed_at_once_with_path_value_and_fix() -> None:
             " mxfp4, fp8",
             "granularity: found 'per_heads'; unknown granularity 'per_heads'; known: per_tensor, per_head,"
             " per_channel, per_token, per_token_head",
-            "engine: found 'sglang'; unknown engine 'sglang'; known: vllm",
+            "engine: found 'sglong'; unknown engine 'sglong'; known: " + ", ".join(engines.names()),
             "deliver: found 'folded'; should be 'metadata', 'fold' or 'both'",
             "folds.transforms.1: found 'key_scala'; should be 'key_scale', 'key_turn', 'key_offset',"
             " 'key_hadamard', 'value_scale', 'value_hadamard', 'value_random_hadamard' or 'value_balanced'",

@@ -40,12 +40,15 @@ class Bundle:
         quantization: new ``quantization_config``; None leaves the base's.
         rewritten: names of the base's tensors that change; those that it lacks are passed over.
         rewrite: ``(name, tensor) -> tensor`` of the same shape and dtype, called once for each of them.
+        alone: no checkpoint, but the tensors in a file of this name beside a document: two names and the
+            document.
     """
 
     tensors: dict[str, torch.Tensor]
     quantization: dict[str, Any] | None
     rewritten: frozenset[str] = frozenset()
     rewrite: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor
+    alone: tuple[str, str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -112,15 +115,21 @@ def staging(destination: Path, *, overwrite: bool, base: Path | None = None) -> 
                 parent.rmdir()
 
 
-def write(bundle: Bundle, base: Path, folder: Path) -> None:
+def write(bundle: Bundle, base: Path, folder: Path, *, drop_quantization: bool = False) -> None:
     """Fill ``folder`` with a complete checkpoint: weights, config, tokenizer, and an index where it is due.
 
     Shards without a rewritten tensor are linked; the others are read, changed and written one by one.
+    ``drop_quantization``: a KV scheme of the base is one that kvcal wrote for another engine, and goes.
 
     Raises:
         ModelError: the base already carries such scales inside a shard of its own weights.
         OutputError: not enough disk space for a copy where hard links are impossible.
     """
+    if bundle.alone is not None:
+        tensors, document, value = bundle.alone
+        _save(bundle.tensors, folder / tensors)
+        write_json(folder / document, value)
+        return
     if models.is_pickled(base):
         weight_map = _convert_pickled(bundle, base, folder)
     else:
@@ -142,6 +151,8 @@ def write(bundle: Bundle, base: Path, folder: Path) -> None:
         write_json(folder / models.INDEX_NAME, index)
 
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    if drop_quantization and not config.get("quantization_config", {}).get("config_groups"):
+        config.pop("quantization_config", None)
     if bundle.quantization is not None:
         config["quantization_config"] = bundle.quantization
     write_json(folder / "config.json", config)

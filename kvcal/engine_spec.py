@@ -1,0 +1,237 @@
+"""What can be said of a serving engine, and what becomes of a calibration there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvcal import formats
+from kvcal import granularity as granularities
+from kvcal.arch import LayerSpec, ModelSpec
+from kvcal.formats import KVFormat
+from kvcal.granularity import Granularity
+
+Deliver = Literal["metadata", "fold", "both"]
+Outcome = Literal["consumed", "folded", "ignored", "refused"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an engine makes of a calibration.
+
+    Attributes:
+        outcome: ``consumed``: it loads the scales and computes with them. ``folded``: it gets weights that
+            suit the scales it has. ``ignored``: it would load the checkpoint and serve other scales.
+            ``refused``: it would not serve this at all.
+        reasons: why, one line each.
+        alternative: what would reach it; None if this does, or nothing would.
+    """
+
+    outcome: Outcome
+    reasons: tuple[str, ...]
+    alternative: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Capabilities of one engine version.
+
+    Attributes:
+        title: the engine's name as its makers write it.
+        cache_dtype: kvcal format name -> value of the engine's cache dtype flag.
+        loads_scales: formats whose static scales it takes from a checkpoint.
+        granularities: static granularities the loader accepts.
+        head_dim_multiple: format -> the attention kernels' alignment of one cached vector, in elements.
+        smallest_head_dim: format -> smallest head size of a backend that has it.
+        per_head_max_head_dim: largest head size of a backend that takes one scale per head.
+        base_quant_methods: ``quant_method`` of base weights the KV scheme can be merged into.
+        scale_suffixes: side -> suffix of the tensor, appended to the attention module's path.
+        backends: granularity -> attention backends that consume it, for the user to read.
+        decode_time: format -> time of decode attention relative to the 16-bit cache, each on its fastest
+            backend; measured on one GPU at one long context, so an order of magnitude.
+        executes_online: whether it runs rotations of K and Q, or adds an offset to K, that a checkpoint asks
+            for; every engine so far ignores them.
+        skips_layers: whether it can keep single layers in 16 bits, and their Q with them.
+        source: where the facts of the row were read.
+        families: model types whose loader hands scales to attention; None for all.
+        unloaded: model type -> what happens to scales of one that is not among ``families``.
+        separate_projections: the names of scales need modules ``k_proj`` and ``v_proj``.
+        unread: format -> why static scales for it reach no kernel.
+        approximations: format -> how the engine's own quantizer differs from the one that kvcal measures.
+        notes: what else the engine ignores, or takes another way.
+        forgets_over_16_bits: it sets scales to 1.0 when it loads them for a 16-bit cache.
+        standalone: its files hold scales alone, without a checkpoint around them.
+    """
+
+    name: str
+    title: str
+    version: str
+    source: str
+    cache_dtype: Mapping[str, str]
+    loads_scales: tuple[str, ...]
+    granularities: tuple[str, ...]
+    backends: Mapping[str, str]
+    scale_suffixes: Mapping[str, str] = field(default_factory=dict)
+    base_quant_methods: tuple[str, ...] = ()
+    head_dim_multiple: Mapping[str, int] = field(default_factory=dict)
+    smallest_head_dim: Mapping[str, int] = field(default_factory=dict)
+    per_head_max_head_dim: int = 2**16
+    decode_time: Mapping[str, float] = field(default_factory=dict)
+    executes_online: bool = False
+    skips_layers: bool = False
+    families: tuple[str, ...] | None = None
+    unloaded: Mapping[str, str] = field(default_factory=dict)
+    separate_projections: bool = False
+    unread: Mapping[str, str] = field(default_factory=dict)
+    approximations: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    forgets_over_16_bits: bool = False
+    standalone: bool = False
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """Of which of k, v and q a checkpoint carries scales."""
+        return tuple(self.scale_suffixes)
+
+    def scale_name(self, layer: LayerSpec, side: str) -> str:
+        """Name of the tensor that holds the scale of k, v or q."""
+        return f"{layer.module}.{self.scale_suffixes[side]}"
+
+    def deliveries(self, fmt: KVFormat, model: ModelSpec) -> tuple[Deliver, ...]:
+        """Ways by which a calibration for this format reaches the engine, the usual one first.
+
+        Of a static format that the engine lacks, those that it would have; :meth:`refusals` refuses it.
+        """
+        lacking = fmt.name not in self.cache_dtype and not fmt.dynamic
+        loaded = lacking or (fmt.name in self.loads_scales and self._reaches(model) is None)
+        return ("metadata", "fold", "both") if loaded else ("fold",)
+
+    def verdict(
+        self, model: ModelSpec, fmt: KVFormat, granularity: Granularity | None, deliver: Deliver
+    ) -> Verdict:
+        """What becomes of a calibration; ``granularity`` is None where no static scales are written."""
+        ignored = self.ignores(model, fmt, deliver)
+        refused = [r for r in self.refusals(model, fmt, granularity, deliver) if r not in ignored]
+        if not refused and not ignored:
+            served = self.backends["per_token_head" if fmt.dynamic else "per_tensor"]
+            if granularity is not None:
+                served = self.backends[granularity.name]
+            return Verdict("folded" if deliver == "fold" else "consumed", (f"served by {served}",))
+        alternative = self._alternative(model, fmt, granularity, deliver)
+        return Verdict("refused" if refused else "ignored", (*refused, *ignored), alternative)
+
+    def _alternative(
+        self, model: ModelSpec, fmt: KVFormat, granularity: Granularity | None, deliver: Deliver
+    ) -> str | None:
+        """Options with which it would be consumed or folded, the least change first."""
+        if granularity is not None:
+            for name in self.granularities:
+                if not self.refusals(model, fmt, granularities.get(name), deliver):
+                    return f"--granularity {name}"
+        if deliver != "fold" and not self.refusals(model, fmt, None, "fold"):
+            return "--deliver fold"
+        nearest = formats.get(self._nearest(fmt))
+        if nearest != fmt and not self.refusals(model, nearest, None, "fold"):
+            return f"--format {nearest.name} --deliver fold"
+        return None
+
+    def ignores(self, model: ModelSpec, fmt: KVFormat, deliver: Deliver) -> list[str]:
+        """Why static scales beside the weights would be loaded by nobody; empty if they would be."""
+        if deliver == "fold" or fmt.name not in self.cache_dtype or fmt.dynamic:
+            return []
+        if fmt.name in self.unread:
+            return [f"{self.name} {self.version} {self.unread[fmt.name]}; --deliver fold reaches it"]
+        why = self._reaches(model)
+        return [] if why is None else [f"{why}; --deliver fold reaches it"]
+
+    def _reaches(self, model: ModelSpec) -> str | None:
+        """Why its loader drops the scales of this model; None if it does not."""
+        if self.families is not None and model.model_type not in self.families:
+            what = self.unloaded.get(model.model_type, "is not known to load scales for it")
+            return f"{self.name} {self.version}, {model.model_type}: {what}"
+        if self.separate_projections and model.projections.fused != "no":
+            return (
+                f"{self.name} {self.version} looks for scales beside k_proj and v_proj, which here are fused"
+            )
+        return None
+
+    def refusals(
+        self, model: ModelSpec, fmt: KVFormat, granularity: Granularity | None, deliver: Deliver
+    ) -> list[str]:
+        """Why this engine would not serve the outcome; empty if it would.
+
+        ``granularity`` is None where no static scales are written.
+        """
+        reasons = self.ignores(model, fmt, deliver)
+        known = fmt.name in self.cache_dtype
+        if not known:
+            reasons.append(self._about_missing_format(fmt))
+        elif fmt.dynamic and deliver not in self.deliveries(fmt, model):
+            reasons.append(
+                f"{self.name} {self.version} loads no static scales for {fmt.name}, which it scales itself;"
+                " only --deliver fold reaches it, through the weights"
+            )
+        if granularity is not None and granularity.name not in self.granularities and self.granularities:
+            why = "" if granularity.static else " from a checkpoint, since they come with the tokens"
+            reasons.append(
+                f"{self.name} {self.version} takes no {granularity.name} scales{why};"
+                f" use {' or '.join(self.granularities)}"
+            )
+        reasons += self._about_weights(model, deliver)
+        for head_dim in sorted({layer.head_dim for layer in model.layers}) if known else []:
+            reasons += self._about_head_dim(head_dim, fmt, granularity)
+        return reasons
+
+    def _nearest(self, fmt: KVFormat) -> str:
+        """The format of this engine that is most like ``fmt``."""
+
+        def distance(name: str) -> tuple[float, bool, float]:
+            other = formats.get(name)
+            return abs(other.bits - fmt.bits), other.integer != fmt.integer, -other.bits
+
+        return min(self.cache_dtype, key=distance)
+
+    def _about_missing_format(self, fmt: KVFormat) -> str:
+        nearest = self._nearest(fmt)
+        others = ", ".join(name for name in self.cache_dtype if name != nearest)
+        also = f"; others are {others}" if others else ""
+        return f"{self.name} {self.version} has no {fmt.name} cache; the nearest it has is {nearest}{also}"
+
+    def _about_weights(self, model: ModelSpec, deliver: Deliver) -> list[str]:
+        method = model.quant_method
+        if method is None:
+            return []
+        if deliver != "metadata":
+            return [
+                f"base weights are quantized already ({method}), and folding would round"
+                " them a second time;"
+                " fold into the unquantized model first and quantize its weights after that"
+                " (a recipe with weights: does both)"
+            ]
+        if method not in self.base_quant_methods:
+            return [
+                f"base weights with quant_method {method!r} cannot carry a KV scheme for"
+                f" {self.name} yet; use the unquantized model or {' or '.join(self.base_quant_methods)}"
+            ]
+        return []
+
+    def _about_head_dim(self, head_dim: int, fmt: KVFormat, granularity: Granularity | None) -> list[str]:
+        multiple, smallest = self.head_dim_multiple.get(fmt.name, 1), self.smallest_head_dim.get(fmt.name, 1)
+        if head_dim % multiple:
+            return [
+                f"head size {head_dim} is not a multiple of {multiple}, which {self.name}'s"
+                f" {fmt.name} attention kernels need; keep the 16-bit cache for this model"
+            ]
+        if head_dim < smallest:
+            return [
+                f"head size {head_dim} is below {smallest}, the smallest of {self.name}'s {fmt.name} kernels;"
+                " use fp8"
+            ]
+        per_head = granularity is not None and granularity.name == "per_head"
+        if per_head and head_dim > self.per_head_max_head_dim:
+            return [
+                f"head size {head_dim} exceeds {self.per_head_max_head_dim}, the largest for which"
+                f" {self.name} has a kernel with per_head scales; use per_tensor"
+            ]
+        return []

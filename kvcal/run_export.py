@@ -1,0 +1,184 @@
+"""Orchestration of ``kvcal export``: a written calibration for another engine, without running the model."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvcal import arch, check, engines, mixed, plan, scales, sources
+from kvcal import recipe as recipes
+from kvcal.engine_spec import EngineSpec
+from kvcal.errors import CheckFailed, ModelError, PlanRefused, UsageError
+from kvcal.export import bundle, targets
+
+RECORD = "export.json"
+
+# Records of the calibration itself; the rest is about the engine and is written anew.
+_KEPT = (
+    "statistics.safetensors",
+    "manifest.json",
+    "report.json",
+    "report.md",
+    "mixed.json",
+    "folds.json",
+    "folds.safetensors",
+    "originals.safetensors",
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        folder: the checkpoint.
+        engine: name and version.
+        outcome: ``consumed`` or ``folded``.
+        granularity: of the scales; None if there are none.
+        reduced_from: the finer granularity that they were calibrated in; None if it is the same.
+        largest_reduction: how many times its own scale a head at most has now; 1.0 without a reduction.
+        before: what has to be done before serving, in words.
+        serve: the command that serves it.
+        notices: what of the numbers in the report does not carry over.
+    """
+
+    folder: str
+    engine: str
+    outcome: str
+    granularity: str | None
+    reduced_from: str | None
+    largest_reduction: float
+    before: str | None
+    serve: list[str]
+    notices: list[str]
+
+
+def run_export(folder: Path, engine_name: str, output: Path | None, *, overwrite: bool) -> Exported:
+    """Write what ``folder`` holds in the form of another engine.
+
+    Raises:
+        ModelError: the folder was not written by ``kvcal calibrate``.
+        PlanRefused: the engine would not consume it, with what would reach it.
+        CheckFailed: the written files break the engine's contract.
+    """
+    engine = engines.get(engine_name)
+    was = _recorded(folder)
+    resolved, found = _for_engine(folder, was, engine)
+    kept = was.granularity.name if was.granularity and resolved.granularity else None
+    reduced_from = kept if resolved.granularity and kept != resolved.granularity.name else None
+    largest = 1.0
+    if found is not None and reduced_from is not None:
+        fine, found = found, scales.reduced(found, "per_tensor")
+        largest = _largest_ratio(fine, found, engine)
+    destination = output or folder.with_name(f"{folder.resolve().name}-{engine.name}")
+    with (
+        bundle.staging(destination, overwrite=overwrite, base=folder) as stage,
+        bundle.translated_os_errors(destination),
+    ):
+        written = targets.of(resolved).to_bundle(found, resolved, _base_quantization(folder))
+        bundle.write(written, folder, stage.folder, drop_quantization=True)
+        _write_records(folder, stage.records, resolved, found)
+        result = Exported(
+            folder=str(destination),
+            engine=f"{engine.name} {engine.version}",
+            outcome="folded" if resolved.deliver == "fold" else "consumed",
+            granularity=resolved.granularity.name if resolved.granularity else None,
+            reduced_from=reduced_from,
+            largest_reduction=largest,
+            before=targets.before_serving(str(destination), resolved),
+            serve=targets.serve_command(str(destination), resolved),
+            notices=_notices(engine, resolved),
+        )
+        broken = [f for f in check.check(stage.folder, engine.name) if not f.ok]
+        if broken:
+            raise CheckFailed("; ".join(f"{f.rule}: {f.message}" for f in broken))
+        bundle.write_json(stage.records / RECORD, vars(result) | {"from": was.engine.name})
+        stage.commit()
+    return result
+
+
+def _recorded(folder: Path) -> plan.Plan:
+    """The plan that a checkpoint was written by."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder")
+    record = folder / bundle.RECORDS / "recipe.yaml"
+    if not record.is_file():
+        raise ModelError(f"{folder}: holds no kvcal records; it was not written by kvcal calibrate")
+    model = arch.read(sources.read_config(folder))
+    resolved = plan.resolve(recipes.load(str(record)), replace(model, quant_method=None))
+    if resolved.recipe.mixed is not None:
+        skipped = mixed.read_skipped(record.with_name(mixed.RECORD), resolved)
+        resolved = replace(resolved, skipped_layers=skipped)
+    return resolved
+
+
+def _for_engine(folder: Path, was: plan.Plan, engine: EngineSpec) -> tuple[plan.Plan, scales.Scales | None]:
+    """The same calibration planned for ``engine``, and its scales as they were recorded."""
+    # Scales alone are those of the weights they were calibrated for, folded or not.
+    wanted: dict[str, Any] = {"engine": engine.name, "deliver": was.deliver}
+    if engine.standalone and was.deliver == "both":
+        wanted["deliver"] = "metadata"
+    if was.granularity is not None:
+        fits = was.granularity.name in engine.granularities
+        wanted["granularity"] = was.granularity.name if fits or not engine.granularities else "per_tensor"
+        if engine.ignores(was.model, was.format, was.deliver):
+            raise PlanRefused(
+                [
+                    f"{engine.ignores(was.model, was.format, was.deliver)[0]}: calibrate again with"
+                    f" --engine {engine.name} --deliver fold, which judges the folds by what it serves"
+                ]
+            )
+    base = _base_quantization(folder)
+    if base is not None and base.get("quant_method") not in engine.base_quant_methods:
+        raise PlanRefused(
+            [
+                f"base weights with quant_method {base.get('quant_method')!r} cannot carry a KV scheme for"
+                f" {engine.name}; calibrate the unquantized model"
+            ]
+        )
+    resolved = plan.resolve(was.recipe.override(wanted), was.model)
+    resolved = replace(resolved, skipped_layers=was.skipped_layers)
+    if resolved.granularity is None:
+        return resolved, None
+    path = folder / bundle.RECORDS / "scales.safetensors"
+    if not path.is_file():
+        raise ModelError(f"{folder}: its records lack {path.name}; calibrate again")
+    return resolved, scales.Scales.load(path)
+
+
+def _base_quantization(folder: Path) -> dict[str, Any] | None:
+    """The section about the weights alone; None where they are not quantized."""
+    section = sources.read_config(folder).get("quantization_config")
+    if not isinstance(section, dict) or not section.get("config_groups"):
+        return None
+    return {key: value for key, value in section.items() if key != "kv_cache_scheme"}
+
+
+def _largest_ratio(fine: scales.Scales, coarse: scales.Scales, engine: EngineSpec) -> float:
+    ratios = [
+        float(coarse.layers[index][side].max() / scale.min())
+        for index, sides in fine.layers.items()
+        for side, scale in sides.items()
+        if side in engine.scale_suffixes
+    ]
+    return max(ratios)
+
+
+def _write_records(folder: Path, records: Path, resolved: plan.Plan, found: scales.Scales | None) -> None:
+    for name in _KEPT:
+        if (folder / bundle.RECORDS / name).is_file():
+            shutil.copyfile(folder / bundle.RECORDS / name, records / name)
+    (records / "recipe.yaml").write_text(resolved.recipe.to_yaml(), encoding="utf-8")
+    if found is not None:
+        found.save(records / "scales.safetensors")
+
+
+def _notices(engine: EngineSpec, resolved: plan.Plan) -> list[str]:
+    notices = []
+    if resolved.format.name in engine.approximations:
+        notices.append(f"{engine.title}: {engine.approximations[resolved.format.name]}")
+    if resolved.granularity is not None and "q" not in engine.scale_suffixes:
+        notices.append(f"{engine.title} takes no scale of Q: kernels that round Q use 1.0 for it")
+    return notices

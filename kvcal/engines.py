@@ -104,10 +104,10 @@ SGLANG = EngineSpec(
     families=("llama", "mistral", "phi3", "qwen3", "exaone4", "gemma2", "gemma3_text", "cohere2"),
     unloaded=dict.fromkeys(
         ("mixtral", "qwen2", "qwen2_moe", "qwen3_moe", "phi", "starcoder2"),
-        "drops scales without a word and serves 1.0",
+        "drops scales and serves 1.0",
     )
     | dict.fromkeys(("olmo2", "granite", "stablelm"), "fails with KeyError on a k_scale")
-    | {"gpt_neox": "does not serve it"},
+    | {"gpt_neox": "has no model file for it"},
     notes=(
         "some model files fail with KeyError on a q_scale, so none is written",
         "--quantization-param-path is broken: its floats never reach a kernel (sglang#18818)",

@@ -131,6 +131,8 @@ def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
     if reasons:
         raise PlanRefused(reasons)
     lengths, notices = sample_lengths(recipe, model)
+    if fmt.name in engine.approximations:
+        notices = (*notices, f"{engine.title}: {engine.approximations[fmt.name]}")
     return Plan(
         recipe=recipe,
         model=model,

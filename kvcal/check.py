@@ -135,7 +135,8 @@ class _Section:
     """What ``quantization_config`` must say.
 
     ``keys`` are those of ``kv_cache_scheme`` with the values that are allowed, ``strategy`` left to the
-    engine's granularities; ``shape`` is that of every scale, None if the granularity decides.
+    engine's granularities; none where the section has no word for the cache. ``shape`` is that of every
+    scale, None if the granularity decides.
     """
 
     keys: Mapping[str, Any]
@@ -148,6 +149,7 @@ _SECTIONS = {
         {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}, has_strategy=True, shape=None
     ),
     "modelopt": _Section({"type": "float", "num_bits": 8, "dynamic": False}, has_strategy=False, shape=()),
+    "fp8": _Section({}, has_strategy=False, shape=(1,)),
 }
 
 
@@ -160,13 +162,14 @@ def _sides(engine: EngineSpec) -> list[Side]:
     return [side for side in SIDES if side in engine.scale_suffixes]
 
 
-def _form(engine: EngineSpec) -> _Section:
-    return _SECTIONS[engine.base_quant_methods[0]]
+def _form(checkpoint: Checkpoint, engine: EngineSpec) -> _Section:
+    method = str(checkpoint.section.get("quant_method"))
+    return _SECTIONS[method if method in engine.scalar_quant_methods else engine.base_quant_methods[0]]
 
 
 def _granularity(checkpoint: Checkpoint, engine: EngineSpec) -> Granularity | None:
     loaded = [granularity.get(name) for name in engine.granularities]
-    if not _form(engine).has_strategy:
+    if not _form(checkpoint, engine).has_strategy:
         return loaded[0]
     strategy = _scheme(checkpoint).get("strategy")
     matches = [g for g in loaded if g.compressed_tensors_strategy == strategy]
@@ -174,9 +177,11 @@ def _granularity(checkpoint: Checkpoint, engine: EngineSpec) -> Granularity | No
 
 
 def _config(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
-    section, form = checkpoint.section, _form(engine)
+    section, form = checkpoint.section, _form(checkpoint, engine)
     if not section:
         yield f"config.json has no quantization_config; {engine.title} then refuses the k_scale tensors"
+        return
+    if not form.keys:
         return
     if section.get("quant_method") not in engine.base_quant_methods:
         yield f"quant_method is {section.get('quant_method')!r}, must be {engine.base_quant_methods[0]!r}"
@@ -294,7 +299,8 @@ def _shapes(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
         return
     for layer, side, name, scale in _scales(checkpoint, engine):
         by_granularity = gran.scale_shape(layer.heads_of(side), layer.head_dim)
-        wanted = torch.Size(by_granularity if _form(engine).shape is None else ())
+        shape = _form(checkpoint, engine).shape
+        wanted = torch.Size(by_granularity if shape is None else shape)
         if scale.dtype != torch.float32:
             yield f"{name} is {scale.dtype}, must be torch.float32"
         if scale.shape != wanted:

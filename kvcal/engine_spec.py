@@ -45,7 +45,10 @@ class EngineSpec:
         head_dim_multiple: format -> the attention kernels' alignment of one cached vector, in elements.
         smallest_head_dim: format -> smallest head size of a backend that has it.
         per_head_max_head_dim: largest head size of a backend that takes one scale per head.
-        base_quant_methods: ``quant_method`` of base weights the KV scheme can be merged into.
+        base_quant_methods: ``quant_method`` of base weights whose config the KV scheme is merged into; the
+            first is that of a checkpoint whose weights are not quantized.
+        scalar_quant_methods: ``quant_method`` of base weights beside which scales per tensor are read, with
+            nothing about them in the config.
         scale_suffixes: side -> suffix of the tensor, appended to the attention module's path.
         backends: granularity -> attention backends that consume it, for the user to read.
         decode_time: format -> time of decode attention relative to the 16-bit cache, each on its fastest
@@ -74,6 +77,7 @@ class EngineSpec:
     backends: Mapping[str, str]
     scale_suffixes: Mapping[str, str] = field(default_factory=dict)
     base_quant_methods: tuple[str, ...] = ()
+    scalar_quant_methods: tuple[str, ...] = ()
     head_dim_multiple: Mapping[str, int] = field(default_factory=dict)
     smallest_head_dim: Mapping[str, int] = field(default_factory=dict)
     per_head_max_head_dim: int = 2**16
@@ -178,7 +182,7 @@ class EngineSpec:
                 f"{self.name} {self.version} takes no {granularity.name} scales{why};"
                 f" use {' or '.join(self.granularities)}"
             )
-        reasons += self._about_weights(model, deliver)
+        reasons += self._about_weights(model, granularity, deliver)
         for head_dim in sorted({layer.head_dim for layer in model.layers}) if known else []:
             reasons += self._about_head_dim(head_dim, fmt, granularity)
         return reasons
@@ -198,7 +202,9 @@ class EngineSpec:
         also = f"; others are {others}" if others else ""
         return f"{self.name} {self.version} has no {fmt.name} cache; the nearest it has is {nearest}{also}"
 
-    def _about_weights(self, model: ModelSpec, deliver: Deliver) -> list[str]:
+    def _about_weights(
+        self, model: ModelSpec, granularity: Granularity | None, deliver: Deliver
+    ) -> list[str]:
         method = model.quant_method
         if method is None:
             return []
@@ -209,10 +215,16 @@ class EngineSpec:
                 " fold into the unquantized model first and quantize its weights after that"
                 " (a recipe with weights: does both)"
             ]
-        if method not in self.base_quant_methods:
+        known = (*self.base_quant_methods, *self.scalar_quant_methods)
+        if method not in known:
             return [
                 f"base weights with quant_method {method!r} cannot carry a KV scheme for"
-                f" {self.name} yet; use the unquantized model or {' or '.join(self.base_quant_methods)}"
+                f" {self.name} yet; use the unquantized model or {' or '.join(known)}"
+            ]
+        if method in self.scalar_quant_methods and granularity and granularity.name != "per_tensor":
+            return [
+                f"beside weights with quant_method {method!r} {self.name} {self.version} reads scales"
+                " per_tensor alone; use per_tensor"
             ]
         return []
 

@@ -44,6 +44,8 @@ VLLM = EngineSpec(
     },
     per_head_max_head_dim=256,
     base_quant_methods=("compressed-tensors",),
+    # fp8.py Fp8KVCacheMethod: scalars, in the model's dtype; the flag alone makes the cache FP8.
+    scalar_quant_methods=("fp8",),
     # layers/quantization/base_config.py get_cache_scale_mapper: `X.k_scale` -> `X.attn.k_scale`
     scale_suffixes={"k": "k_scale", "v": "v_scale", "q": "q_scale"},
     backends={
@@ -82,6 +84,7 @@ VLLM_MODELOPT = replace(
     granularities=("per_tensor",),
     scale_suffixes={"k": "k_proj.k_scale", "v": "v_proj.v_scale", "q": "q_scale"},
     base_quant_methods=("modelopt",),
+    scalar_quant_methods=(),
     separate_projections=True,
     forgets_over_16_bits=True,
     notes=("scales are rounded to the model's dtype", "MLA models: none of these names loads"),

@@ -77,8 +77,9 @@ def run_export(folder: Path, engine_name: str, output: Path | None, *, overwrite
         bundle.staging(destination, overwrite=overwrite, base=folder) as stage,
         bundle.translated_os_errors(destination),
     ):
-        written = targets.of(resolved).to_bundle(found, resolved, _base_quantization(folder))
-        bundle.write(written, folder, stage.folder, drop_quantization=True)
+        base = _base_quantization(folder)
+        written = targets.of(resolved).to_bundle(found, resolved, base)
+        bundle.write(written, folder, stage.folder, drop_quantization=base is None)
         _write_records(folder, stage.records, resolved, found)
         result = Exported(
             folder=str(destination),
@@ -131,7 +132,8 @@ def _for_engine(folder: Path, was: plan.Plan, engine: EngineSpec) -> tuple[plan.
                 ]
             )
     base = _base_quantization(folder)
-    if base is not None and base.get("quant_method") not in engine.base_quant_methods:
+    readable = (*engine.base_quant_methods, *engine.scalar_quant_methods)
+    if base is not None and base.get("quant_method") not in readable:
         raise PlanRefused(
             [
                 f"base weights with quant_method {base.get('quant_method')!r} cannot carry a KV scheme for"
@@ -151,7 +153,12 @@ def _for_engine(folder: Path, was: plan.Plan, engine: EngineSpec) -> tuple[plan.
 def _base_quantization(folder: Path) -> dict[str, Any] | None:
     """The section about the weights alone; None where they are not quantized."""
     section = sources.read_config(folder).get("quantization_config")
-    if not isinstance(section, dict) or not section.get("config_groups"):
+    if not isinstance(section, dict):
+        return None
+    of_kvcal = (
+        not section.get("config_groups") if "config_groups" in section else section.get("ignore") == ["*"]
+    )
+    if of_kvcal:
         return None
     return {key: value for key, value in section.items() if key != "kv_cache_scheme"}
 

@@ -253,10 +253,10 @@ def test_quantization_config_missing_is_found(kvcal: Callable[..., Any], exporte
 
 
 def test_another_quant_method_is_found(kvcal: Callable[..., Any], exported_copy: Path) -> None:
-    edit_json(exported_copy / "config.json", lambda c: c["quantization_config"].update(quant_method="fp8"))
+    edit_json(exported_copy / "config.json", lambda c: c["quantization_config"].update(quant_method="awq"))
     faults = broken(kvcal, exported_copy)
     assert list(faults) == [CONFIG, CONSUMED]
-    assert "quant_method is 'fp8', must be 'compressed-tensors'" in faults[CONFIG]
+    assert "quant_method is 'awq', must be 'compressed-tensors'" in faults[CONFIG]
 
 
 def test_the_wrong_strategy_for_the_shapes_is_found(kvcal: Callable[..., Any], exported_copy: Path) -> None:

@@ -67,11 +67,18 @@ def test_large_heads_are_refused_per_head_only() -> None:
     assert reason.endswith("use per_tensor")
 
 
-@pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "modelopt"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "modelopt"])
 def test_base_weights_that_cannot_carry_a_scheme_are_refused(method: str) -> None:
     (reason,) = refusals(quantization_config={"quant_method": method})
     assert f"quant_method '{method}' cannot carry a KV scheme" in reason
     assert "use the unquantized model or compressed-tensors" in reason
+
+
+def test_fp8_base_is_taken_per_tensor() -> None:
+    section = {"quant_method": "fp8"}
+    assert refusals(quantization_config=section) == []
+    (reason,) = refusals("per_head", quantization_config=section)
+    assert reason.startswith("beside weights with quant_method 'fp8' vllm 0.33 reads scales per_tensor alone")
 
 
 def test_compressed_tensors_base_is_taken() -> None:

@@ -418,6 +418,57 @@ class TestRefusals:
         assert "then kvcal export --engine kernel" in outcome.stderr
 
 
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A base whose weights are in FP8, and its calibration."""
+    folder = tmp_path_factory.mktemp("fp8")
+    base = tiny.in_fp8(tiny.save(folder / "base"))
+    return base, write(base, folder / "out", None)
+
+
+class TestFp8Weights:
+    """A base of ``quant_method: fp8``, which transformers takes back to 16 bits on a CPU."""
+
+    def test_scales_lie_beside_weights_and_config_as_they_were(self, calibrated: tuple[Path, Path]) -> None:
+        base, out = calibrated
+        config = json.loads((base / "config.json").read_text())
+        assert json.loads((out / "config.json").read_text()) == config
+        before, after = load_file(base / "model.safetensors"), load_file(out / "model-base.safetensors")
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[n].view(torch.uint8), after[n].view(torch.uint8)) for n in before)
+        scales, fine = load_file(out / SHARD), recorded(out)
+        assert scales.keys() == {
+            f"model.layers.{i}.self_attn.{side}_scale" for i in range(3) for side in ("k", "v", "q")
+        }
+        for name, scale in scales.items():
+            layer, side = name.split(".")[2], name.split(".")[-1][0]
+            assert torch.equal(scale, fine[f"layers.{layer}.{side}"])
+            assert scale.shape == (1,)
+        assert broken(out, "vllm") == {}
+
+    @pytest.mark.parametrize("fault", ["missing", "zero", "NaN", "BF16", "too many", "another name", "twice"])
+    def test_a_planted_fault_is_found(
+        self, fault: str, calibrated: tuple[Path, Path], tmp_path: Path
+    ) -> None:
+        folder = Path(shutil.copytree(calibrated[1], tmp_path / "copy"))
+        plant, rule = FAULTS[fault]
+        plant(folder)
+        assert any(rule in found for found in broken(folder, "vllm"))
+
+    def test_only_per_tensor_only_vllm_and_no_folds(self, calibrated: tuple[Path, Path]) -> None:
+        base, out = calibrated
+        model = arch.read(json.loads((base / "config.json").read_text()))
+        for wanted, message in (
+            ({"granularity": "per_head"}, "reads scales per_tensor alone"),
+            ({"deliver": "fold"}, "base weights are quantized already"),
+            ({"engine": "sglang"}, "'fp8' cannot carry a KV scheme for sglang"),
+        ):
+            with pytest.raises(PlanRefused, match=message):
+                plan.resolve(recipe.Recipe().override(wanted), model)
+        with pytest.raises(PlanRefused, match="cannot carry a KV scheme for tgi"):
+            run_export.run_export(out, "tgi", out.with_name("tgi"), overwrite=False)
+
+
 def verdict(
     engine: str, fmt: str, deliver: Deliver, gran: str | None, **fields: Any
 ) -> tuple[str, str | None]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -85,6 +86,23 @@ def build_model(family: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
             elif parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
     return model.eval()
+
+
+def in_fp8(folder: Path) -> Path:
+    """The checkpoint with its projections in E4M3, one scale per block of 128 by 128; rewritten in place."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors[name].float()
+        scale = weight.abs().max() / 448
+        tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+        blocks = [-(-size // 128) for size in weight.shape]
+        tensors[f"{name}_scale_inv"] = scale.expand(*blocks).contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    section = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    return folder
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

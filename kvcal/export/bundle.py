@@ -119,7 +119,7 @@ def write(bundle: Bundle, base: Path, folder: Path, *, drop_quantization: bool =
     """Fill ``folder`` with a complete checkpoint: weights, config, tokenizer, and an index where it is due.
 
     Shards without a rewritten tensor are linked; the others are read, changed and written one by one.
-    ``drop_quantization``: a KV scheme of the base is one that kvcal wrote for another engine, and goes.
+    ``drop_quantization``: the base's section is one that kvcal wrote for another engine, and goes.
 
     Raises:
         ModelError: the base already carries such scales inside a shard of its own weights.
@@ -151,7 +151,7 @@ def write(bundle: Bundle, base: Path, folder: Path, *, drop_quantization: bool =
         write_json(folder / models.INDEX_NAME, index)
 
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
-    if drop_quantization and not config.get("quantization_config", {}).get("config_groups"):
+    if drop_quantization:
         config.pop("quantization_config", None)
     if bundle.quantization is not None:
         config["quantization_config"] = bundle.quantization

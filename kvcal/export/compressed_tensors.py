@@ -27,6 +27,9 @@ def to_bundle(scales: Scales | None, plan: Plan, base_quantization: dict[str, An
     """
     if plan.granularity is None or scales is None:
         return Bundle(tensors={}, quantization=None)
+    named = naming.tensors(scales, plan)
+    if base_quantization and base_quantization.get("quant_method") in plan.engine.scalar_quant_methods:
+        return Bundle(tensors=named, quantization=None)  # its config has no word for them
     quantization = copy.deepcopy(base_quantization) or {
         "quant_method": "compressed-tensors",
         "format": "dense",
@@ -43,4 +46,4 @@ def to_bundle(scales: Scales | None, plan: Plan, base_quantization: dict[str, An
         "symmetric": True,
         "dynamic": False,
     }
-    return Bundle(tensors=naming.tensors(scales, plan), quantization=quantization)
+    return Bundle(tensors=named, quantization=quantization)

@@ -12,7 +12,7 @@ from kvcal import online
 from kvcal.capture import AttentionCall, Versions
 from kvcal.errors import UsageError
 from kvcal.formats import KVFormat
-from kvcal.kernels import reference
+from kvcal.kernels import codes, reference
 from kvcal.recipe import Side
 from kvcal.scales import Scales
 from kvcal.transforms.record import LayerTransform, Tensors, Transforms
@@ -83,6 +83,8 @@ class QuantizedCache:
         if self.scales is None:
             return online.quantize_dequantize(x, self.format)
         scale = self.scales.layers[layer][side]  # type: ignore[index]
+        if self.format.block:
+            return codes.dequantize_blocks(codes.quantize_blocks(x, self.format, scale)).to(x.dtype)
         return reference.quantize_dequantize(x, scale, self.format)
 
 

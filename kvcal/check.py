@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from kvcal import arch, engines, formats, granularity, models, sources
 from kvcal import recipe as recipes
 from kvcal.arch import LayerSpec, ModelSpec
-from kvcal.engine_spec import EngineSpec
+from kvcal.engine_spec import UNQUANTIZED, EngineSpec
 from kvcal.errors import KvcalError, ModelError, RecipeError, UsageError
 from kvcal.export import bundle, folded, kernel
 from kvcal.granularity import Granularity
@@ -150,6 +150,7 @@ _SECTIONS = {
     ),
     "modelopt": _Section({"type": "float", "num_bits": 8, "dynamic": False}, has_strategy=False, shape=()),
     "fp8": _Section({}, has_strategy=False, shape=(1,)),
+    UNQUANTIZED: _Section({}, has_strategy=False, shape=(1,)),
 }
 
 
@@ -178,6 +179,10 @@ def _granularity(checkpoint: Checkpoint, engine: EngineSpec) -> Granularity | No
 
 def _config(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
     section, form = checkpoint.section, _form(checkpoint, engine)
+    if engine.base_quant_methods[0] == UNQUANTIZED:
+        if section:
+            yield f"config.json has a quantization_config, with which {engine.title} reads no scale"
+        return
     if not section:
         yield f"config.json has no quantization_config; {engine.title} then refuses the k_scale tensors"
         return
@@ -207,7 +212,8 @@ def _config(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
 def _consumed(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
     gran = _granularity(checkpoint, engine)
     if gran is not None:
-        yield from engine.refusals(checkpoint.model, formats.FP8_E4M3, gran, "metadata")
+        fmt = formats.get(engine.loads_scales[0])
+        yield from engine.refusals(checkpoint.model, fmt, gran, "metadata")
 
 
 def _plain(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
@@ -339,7 +345,7 @@ Rule = tuple[str, Callable[[Checkpoint, EngineSpec], Iterator[str]]]
 
 _INDEX: Rule = ("index and shards agree", _index)
 _SCALES: tuple[Rule, ...] = (
-    ("config announces a static FP8 cache", _config),
+    ("config announces the cache as the engine reads it", _config),
     ("engine consumes it for this model", _consumed),
     _INDEX,
     ("every layer has k and v scales", _present),

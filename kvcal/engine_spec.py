@@ -12,6 +12,9 @@ from kvcal.arch import LayerSpec, ModelSpec
 from kvcal.formats import KVFormat
 from kvcal.granularity import Granularity
 
+# Of an engine that reads scales beside unquantized weights alone, with no section about them.
+UNQUANTIZED = "none"
+
 Deliver = Literal["metadata", "fold", "both"]
 Outcome = Literal["consumed", "folded", "ignored", "refused"]
 
@@ -61,7 +64,9 @@ class EngineSpec:
         unloaded: model type -> what happens to scales of one that is not among ``families``.
         separate_projections: the names of scales need modules ``k_proj`` and ``v_proj``.
         unread: format -> why static scales for it reach no kernel.
-        approximations: format -> how the engine's own quantizer differs from the one that kvcal measures.
+        approximations: format -> how the engine's own quantizer differs from the one that is measured.
+        nvfp4_scale: what the engine takes the scale of an NVFP4 cache to be of its absolute maximum. With
+            ``amax/2688`` block scales use all of E4M3, with ``amax/448`` a sixth of it.
         notes: what else the engine ignores, or takes another way.
         forgets_over_16_bits: it sets scales to 1.0 when it loads them for a 16-bit cache.
         standalone: its files hold scales alone, without a checkpoint around them.
@@ -89,6 +94,7 @@ class EngineSpec:
     separate_projections: bool = False
     unread: Mapping[str, str] = field(default_factory=dict)
     approximations: Mapping[str, str] = field(default_factory=dict)
+    nvfp4_scale: Literal["amax/2688", "amax/448"] = "amax/2688"
     notes: tuple[str, ...] = ()
     forgets_over_16_bits: bool = False
     standalone: bool = False
@@ -102,6 +108,10 @@ class EngineSpec:
         """Name of the tensor that holds the scale of k, v or q."""
         return f"{layer.module}.{self.scale_suffixes[side]}"
 
+    def reach(self, fmt: KVFormat) -> float:
+        """The largest magnitude at a static scale of 1, by this engine's convention."""
+        return 448.0 if fmt.block and self.nvfp4_scale == "amax/448" else fmt.reach
+
     def deliveries(self, fmt: KVFormat, model: ModelSpec) -> tuple[Deliver, ...]:
         """Ways by which a calibration for this format reaches the engine, the usual one first.
 
@@ -109,6 +119,8 @@ class EngineSpec:
         """
         lacking = fmt.name not in self.cache_dtype and not fmt.dynamic
         loaded = lacking or (fmt.name in self.loads_scales and self._reaches(model) is None)
+        if loaded and fmt.block:
+            return ("metadata",)
         return ("metadata", "fold", "both") if loaded else ("fold",)
 
     def verdict(
@@ -123,7 +135,7 @@ class EngineSpec:
                 served = self.backends[granularity.name]
             return Verdict("folded" if deliver == "fold" else "consumed", (f"served by {served}",))
         alternative = self._alternative(model, fmt, granularity, deliver)
-        return Verdict("refused" if refused else "ignored", (*refused, *ignored), alternative)
+        return Verdict("ignored" if ignored else "refused", (*refused, *ignored), alternative)
 
     def _alternative(
         self, model: ModelSpec, fmt: KVFormat, granularity: Granularity | None, deliver: Deliver
@@ -136,6 +148,8 @@ class EngineSpec:
         if deliver != "fold" and not self.refusals(model, fmt, None, "fold"):
             return "--deliver fold"
         nearest = formats.get(self._nearest(fmt))
+        if nearest.block:
+            return f"--format {nearest.name}" if nearest != fmt else None
         if nearest != fmt and not self.refusals(model, nearest, None, "fold"):
             return f"--format {nearest.name} --deliver fold"
         return None
@@ -171,6 +185,8 @@ class EngineSpec:
         known = fmt.name in self.cache_dtype
         if not known:
             reasons.append(self._about_missing_format(fmt))
+        elif fmt.block and deliver != "metadata":
+            reasons.append(f"folds are not measured for {fmt.name}; use --deliver metadata")
         elif fmt.dynamic and deliver not in self.deliveries(fmt, model):
             reasons.append(
                 f"{self.name} {self.version} loads no static scales for {fmt.name}, which it scales itself;"
@@ -217,9 +233,10 @@ class EngineSpec:
             ]
         known = (*self.base_quant_methods, *self.scalar_quant_methods)
         if method not in known:
+            others = "".join(f" or {name}" for name in known if name != UNQUANTIZED)
             return [
                 f"base weights with quant_method {method!r} cannot carry a KV scheme for"
-                f" {self.name} yet; use the unquantized model or {' or '.join(known)}"
+                f" {self.name} yet; use the unquantized model{others}"
             ]
         if method in self.scalar_quant_methods and granularity and granularity.name != "per_tensor":
             return [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvcal.engine_spec import EngineSpec
+from kvcal.engine_spec import UNQUANTIZED, EngineSpec
 from kvcal.errors import UsageError
 
 VLLM = EngineSpec(
@@ -126,17 +126,23 @@ TRTLLM = EngineSpec(
     version="1.4.0rc4",
     source="TensorRT-LLM main, July to September 2026: _torch/attention, _torch/modules/linear.py,"
     " _torch/model_config.py, llmapi/llm_utils.py",
-    cache_dtype={"fp8_e4m3": "fp8"},
-    loads_scales=(),
-    granularities=(),
-    backends={"per_tensor": "the TRTLLM attention backend, at scale 1.0"},
+    cache_dtype={"fp8_e4m3": "fp8", "nvfp4": "nvfp4"},
+    loads_scales=("nvfp4",),
+    granularities=("per_tensor",),
+    backends={"per_tensor": "the TRTLLM attention backend"},
+    # linear.py reshapes each to a number, beside the shards of k_proj and v_proj
+    scale_suffixes={"k": "k_proj.k_scale", "v": "v_proj.v_scale"},
+    base_quant_methods=(UNQUANTIZED,),
+    head_dim_multiple={"nvfp4": 16},
+    separate_projections=True,
+    nvfp4_scale="amax/448",
     unread={
         "fp8_e4m3": "serves FP8 at scale 1.0 whatever a checkpoint says, and saturates at 448",
     },
     notes=(
-        "a checkpoint that quantizes its KV cache alone is refused (Pre-quantized checkpoint must have"
-        " quant_algo): the cache dtype is a setting, kv_cache_config.dtype",
-        "NVFP4 caches do take k_proj.k_scale and v_proj.v_scale, as amax/448; kvcal calibrates none yet",
+        "refuses a config that quantizes the cache alone (Pre-quantized checkpoint must have quant_algo);"
+        " the cache dtype is a setting, kv_cache_config.dtype",
+        "takes scales of an NVFP4 cache as amax/448, K and V both; TRTLLM_LOAD_KV_SCALES=0 drops them",
         "the retired TensorRT engine read kv_cache_scaling_factor, one per layer for K and V",
     ),
 )
@@ -232,10 +238,11 @@ KERNEL = EngineSpec(
     title="a kernel of your own",
     version="layout 1",
     source="kvcal/export/kernel.py",
-    cache_dtype={"fp8_e4m3": "float8_e4m3fn"},
-    loads_scales=("fp8_e4m3",),
+    cache_dtype={"fp8_e4m3": "float8_e4m3fn", "nvfp4": "uint8"},
+    loads_scales=("fp8_e4m3", "nvfp4"),
     granularities=("per_tensor", "per_head"),
     backends=dict.fromkeys(("per_tensor", "per_head"), "whatever is given the vectors"),
+    head_dim_multiple={"nvfp4": 16},
     scale_suffixes={"k": "k_scale", "v": "v_scale", "q": "q_scale"},
     notes=("scales alone, in a file whose layout is documented; kvcal export writes it, calibrate does not",),
     standalone=True,

@@ -90,7 +90,7 @@ def evaluations(
     variants: dict[tuple[str, bool], Variant] = {}
     for name, (cache, weights) in caches.items():
         variants[name, False] = Variant(cache, weights=weights)
-        if not cache.format.dynamic:
+        if cache.format.rounds_query:
             variants[name, True] = Variant(cache, with_query=True, weights=weights)
     found = fidelities(model, variants, batch_size, tokens, on_tokens=on_tokens)
     return {name: Evaluation(found[name, False], found.get((name, True))) for name in caches}

@@ -115,7 +115,7 @@ def judge(
     variants = {
         label: Variant(
             QuantizedCache(plan.format, _scales(plan, statistics, option), option),
-            with_query=not plan.format.dynamic,
+            with_query=plan.format.rounds_query,
         )
         for label, option in options.items()
     }

@@ -65,6 +65,20 @@ class KVFormat:
         return self.exponent_bits == 0
 
     @property
+    def reach(self) -> float:
+        """The largest magnitude at a static scale of 1: with the largest block scale, if there are any.
+
+        >>> FP8_E4M3.reach, NVFP4.reach
+        (448.0, 2688.0)
+        """
+        return self.max * (FP8_E4M3.max if self.block_scale_dtype == "float8_e4m3fn" else 1.0)
+
+    @property
+    def rounds_query(self) -> bool:
+        """Whether kernels compute attention in this format, and round Q to it."""
+        return not (self.dynamic or self.block)
+
+    @property
     def rounds_to_zero(self) -> float:
         """Magnitudes below this one are stored as 0; so is this one, unless the format is ``integer``.
 

@@ -72,7 +72,7 @@ def choose(model: Any, plan: Plan, cache: QuantizedCache, judging: TokenSet, nar
     wanted = plan.recipe.mixed
     assert wanted is not None
     groups = sensitivity.items(plan.layers, ("kv",), options=1, bound=wanted.passes)
-    batch_size, with_query = plan.recipe.evaluation.batch_size, not plan.format.dynamic
+    batch_size, with_query = plan.recipe.evaluation.batch_size, plan.format.rounds_query
     candidates = {plan.format.name: cache}
     with narrator.bar("sensitivity", judging.tokens) as on_tokens:
         measured = sensitivity.measure(

@@ -82,7 +82,9 @@ def _static_pages(x: torch.Tensor, scale: torch.Tensor, fmt: KVFormat, backend: 
         kv_heads=heads,
         page_size=PAGE_SIZE,
         head_dim=head_dim,
-        scale=scale.float(),
+        sharing="group" if fmt.block else "head",
+        scale=None if fmt.block else scale.float(),
+        tensor_scale=scale.float() if fmt.block else None,
         device=x.device,
     )
     first = torch.arange(batch, device=x.device) * each * PAGE_SIZE

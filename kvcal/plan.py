@@ -120,6 +120,8 @@ def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
         reasons.append(f"{what}, so --granularity {recipe.granularity} has no effect; leave it out")
     if recipe.schemes:
         reasons.append("the recipe names schemes to compare; use kvcal compare --recipe")
+    if fmt.block and static and recipe.scale.objective != "amax":
+        reasons.append(f"scale.objective {recipe.scale.objective} is not measured for {fmt.name}; use amax")
     reasons += _about_transforms(recipe, model, engine, deliver)
     if recipe.mixed is not None:
         reasons += _about_mixed(recipe.mixed, model, engine, fmt)

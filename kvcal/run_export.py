@@ -72,6 +72,10 @@ def run_export(folder: Path, engine_name: str, output: Path | None, *, overwrite
     if found is not None and reduced_from is not None:
         fine, found = found, scales.reduced(found, "per_tensor")
         largest = _largest_ratio(fine, found, engine)
+    if found is not None:
+        # The same absolute maximum by the other engine's convention.
+        factor = was.engine.reach(was.format) / engine.reach(was.format)
+        found = scales.times(found, factor)
     destination = output or folder.with_name(f"{folder.resolve().name}-{engine.name}")
     with (
         bundle.staging(destination, overwrite=overwrite, base=folder) as stage,

@@ -104,6 +104,11 @@ def unit(plan: Plan) -> Scales:
     return Scales({layer.index: {side: torch.ones(1) for side in SIDES} for layer in plan.layers})
 
 
+def times(scales: Scales, factor: float) -> Scales:
+    """Every scale multiplied by ``factor``, in shape and dtype as before."""
+    return Scales({i: {s: t * factor for s, t in sides.items()} for i, sides in scales.layers.items()})
+
+
 def reduced(scales: Scales, to: Literal["per_tensor", "shared"]) -> Scales:
     """The coarser scales that are left where an engine's files have no room for finer ones.
 
@@ -133,8 +138,9 @@ def reduced(scales: Scales, to: Literal["per_tensor", "shared"]) -> Scales:
 def from_amax(amax: torch.Tensor, largest: float, rule: ScaleRule) -> torch.Tensor:
     """Scales for absolute maxima, float32.
 
-    ``largest`` is the format's maximum (448 for E4M3). A head that was zero throughout gets 1.0: any scale
-    keeps zeros, and this one is the identity.
+    ``largest`` is what the format reaches at scale 1 (448 for E4M3, 2688 or 448 for NVFP4, by the engine's
+    convention). A head that was zero throughout gets 1.0: any scale keeps zeros, and this one is the
+    identity.
     """
     scale = amax.double() * rule.headroom / largest
     if rule.rule == "power_of_two":
@@ -172,7 +178,7 @@ def _scale(
         percentile=rule.percentile,
         weight=weight,
     )
-    return from_amax(high, plan.format.max, rule)
+    return from_amax(high, plan.engine.reach(plan.format), rule)
 
 
 def _summary(seen: SideStatistics, scale: torch.Tensor | None, plan: Plan) -> SideSummary:
@@ -180,9 +186,10 @@ def _summary(seen: SideStatistics, scale: torch.Tensor | None, plan: Plan) -> Si
     elements = int(seen.tokens) * heads * head_dim
     saturated, zeroed = int(seen.saturated.sum()) / elements, int(seen.zeroed.sum()) / elements
     flags = []
-    if saturated > 0 and not plan.format.dynamic:
+    static = plan.format.rounds_query
+    if saturated > 0 and static:
         flags.append("saturates at scale 1.0")
-    if float(seen.rms.min()) < UNDERFLOW_RMS and not plan.format.dynamic:
+    if float(seen.rms.min()) < UNDERFLOW_RMS and static:
         flags.append("underflows at scale 1.0")
     if bool((seen.amax.amax(-1) == 0).any()):
         flags.append("has a head that is always zero")

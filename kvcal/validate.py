@@ -105,7 +105,7 @@ def _squared_errors(
     else:
         output = reference.attention(call.query.float(), k_hat.float(), v_hat.float(), **geometry)
     outputs = [output]
-    if cache.scales is not None:
+    if cache.format.rounds_query:
         outputs.append(exact if call.layer in cache.skipped else _in_fp8(call, cache, backend, geometry))
     signal, noise = _logit_energy(call, k_hat.float())
     return [

@@ -31,7 +31,7 @@ V2 = "model.layers.2.self_attn.v_scale"
 Q1 = "model.layers.1.self_attn.q_scale"
 
 READABLE = "files are readable"
-CONFIG = "config announces a static FP8 cache"
+CONFIG = "config announces the cache as the engine reads it"
 CONSUMED = "engine consumes it for this model"
 AGREE = "index and shards agree"
 PRESENT = "every layer has k, v and q scales"

@@ -25,8 +25,8 @@ from tests import tiny
 from tests.test_check import SHARD, edit_json, edit_scales, write
 from tests.test_engines import CONFIG
 
-WITH_SCALES = [e.name for e in engines.ENGINES if e.scale_suffixes and not e.standalone]
-WITHOUT_SCALES = [e.name for e in engines.ENGINES if not e.scale_suffixes]
+WITH_SCALES = [e.name for e in engines.ENGINES if "fp8_e4m3" in e.loads_scales and not e.standalone]
+WITHOUT_SCALES = [e.name for e in engines.ENGINES if "fp8_e4m3" not in e.loads_scales]
 SUFFIXES = {
     "vllm": {"k": "k_scale", "v": "v_scale", "q": "q_scale"},
     "vllm-modelopt": {"k": "k_proj.k_scale", "v": "v_proj.v_scale", "q": "q_scale"},
@@ -194,6 +194,90 @@ class TestFolded:
         assert broken(tmp_path / "out", engine) == {}
 
 
+@pytest.fixture(scope="module")
+def nvfp4(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint for TensorRT-LLM's NVFP4 cache."""
+    fields = {"samples": 4, "seq_len": 48}
+    wanted = recipe.parse(
+        {
+            "engine": "trtllm",
+            "format": "nvfp4",
+            "scale": {"rule": "amax", "headroom": 1.0},
+            "calibration": fields,
+            "evaluation": fields | {"samples": 2},
+        },
+        "tests",
+    )
+    output = tmp_path_factory.mktemp("nvfp4") / "trtllm"
+    run.run_calibrate(run.Request(str(llama_folder), output=output), wanted, Narrator())
+    return output
+
+
+class TestNvfp4:
+    """Two conventions: TensorRT-LLM takes ``amax / 448``, a kernel here ``amax / 2688``."""
+
+    def test_names_values_and_a_config_that_says_nothing(self, nvfp4: Path) -> None:
+        found = load_file(nvfp4 / SHARD)
+        assert found.keys() == {
+            f"model.layers.{i}.self_attn.{side}_proj.{side}_scale" for i in range(3) for side in ("k", "v")
+        }
+        statistics = load_file(nvfp4 / "kvcal" / "statistics.safetensors")
+        for name, scale in found.items():
+            layer, side = name.split(".")[2], name.split(".")[-1][0]
+            ends = (statistics[f"layers.{layer}.{side}.{end}"].double() for end in ("minimum", "maximum"))
+            amax = max(end.abs().max() for end in ends)
+            assert scale.shape == (1,)
+            assert float(scale) == pytest.approx(float(amax) / 448, rel=1e-6)
+        assert "quantization_config" not in json.loads((nvfp4 / "config.json").read_text())
+        assert broken(nvfp4, "trtllm") == {}
+
+    def test_the_other_convention_is_a_sixth_of_it(self, nvfp4: Path, tmp_path: Path) -> None:
+        run_export.run_export(nvfp4, "kernel", tmp_path / "k", overwrite=False)
+        vectors, found = load_file(tmp_path / "k" / "kvcal-kernel.safetensors"), load_file(nvfp4 / SHARD)
+        for i in range(3):
+            expected = found[f"model.layers.{i}.self_attn.k_proj.k_scale"].double() / 6
+            assert torch.allclose(vectors[f"layers.{i}.k_scale"].double(), expected, rtol=1e-6)
+        assert json.loads((tmp_path / "k" / "kvcal-kernel.json").read_text())["reach"] == 2688
+        assert broken(tmp_path / "k", "kernel") == {}
+
+    @pytest.mark.parametrize("fault", ["missing", "zero", "NaN", "BF16", "too many", "another name", "twice"])
+    def test_a_planted_fault_is_found(self, fault: str, nvfp4: Path, tmp_path: Path) -> None:
+        folder = Path(shutil.copytree(nvfp4, tmp_path / "copy"))
+        plant, rule = FAULTS[fault]
+        plant(folder)
+        assert any(rule in found for found in broken(folder, "trtllm"))
+
+    def test_a_section_about_the_cache_is_found(self, nvfp4: Path, tmp_path: Path) -> None:
+        folder = Path(shutil.copytree(nvfp4, tmp_path / "copy"))
+        section = {"quant_method": "compressed-tensors", "config_groups": {}}
+        edit_json(folder / "config.json", lambda c: c.update(quantization_config=section))
+        assert "config.json has a quantization_config" in " ".join(broken(folder, "trtllm").values())
+
+    def test_validates_and_evaluates_as_the_kernel_would_store_it(
+        self, nvfp4: Path, kvcal: Callable[..., Any]
+    ) -> None:
+        found = json.loads(kvcal("validate", nvfp4, "--seq-len", 32, "--json").stdout)
+        assert 0 < found["mean"] < 0.3
+        assert found["layers"][0]["attention"] is None
+        evaluated = json.loads(kvcal("evaluate", nvfp4, "--seq-len", 32, "--json").stdout)
+        assert evaluated["fidelity"]["kl_mean"] > 0
+        assert evaluated["fidelity_fp8_attention"] is None
+
+    def test_what_is_not_measured_is_refused(self, nvfp4: Path, llama_folder: Path, tmp_path: Path) -> None:
+        model = arch.read(json.loads((llama_folder / "config.json").read_text()))
+        for change, message in (
+            ({"deliver": "fold"}, "folds are not measured for nvfp4"),
+            ({"scale.objective": "mse"}, "scale.objective mse is not measured for nvfp4"),
+            ({"granularity": "per_head"}, "takes no per_head scales"),
+        ):
+            with pytest.raises(PlanRefused, match=message):
+                plan.resolve(
+                    recipe.Recipe().override({"engine": "trtllm", "format": "nvfp4"} | change), model
+                )
+        with pytest.raises(PlanRefused, match="vllm 0.33 has no nvfp4 cache"):
+            run_export.run_export(nvfp4, "vllm", tmp_path / "out", overwrite=False)
+
+
 class TestTransformers:
     """Loaded by the library itself, as ``vllm`` and ``transformers`` checkpoints differ in Q alone."""
 
@@ -264,25 +348,25 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: edit_json(
             f / "config.json", lambda c: c["quantization_config"]["kv_cache_scheme"].update(dynamic=True)
         ),
-        "config announces a static FP8 cache",
+        "config announces the cache as the engine reads it",
     ),
     "INT8": (
         lambda f: edit_json(
             f / "config.json", lambda c: c["quantization_config"]["kv_cache_scheme"].update(type="int")
         ),
-        "config announces a static FP8 cache",
+        "config announces the cache as the engine reads it",
     ),
     "no scheme": (
         lambda f: edit_json(f / "config.json", lambda c: c["quantization_config"].pop("kv_cache_scheme")),
-        "config announces a static FP8 cache",
+        "config announces the cache as the engine reads it",
     ),
     "no section": (
         lambda f: edit_json(f / "config.json", lambda c: c.pop("quantization_config")),
-        "config announces a static FP8 cache",
+        "config announces the cache as the engine reads it",
     ),
     "another method": (
         lambda f: edit_json(f / "config.json", lambda c: c["quantization_config"].update(quant_method="awq")),
-        "config announces a static FP8 cache",
+        "config announces the cache as the engine reads it",
     ),
     "twice": (
         lambda f: save_file(load_file(f / SHARD), f / "more.safetensors"),
@@ -312,10 +396,10 @@ class TestContract:
     def test_one_number_per_layer_is_all_that_they_take(self, engine: str, exported: Path) -> None:
         """What was written for vLLM, per head and with scales of Q."""
         found = broken(exported, engine)
-        assert "kv_cache_scheme.strategy" in found["config announces a static FP8 cache"]
+        assert "kv_cache_scheme.strategy" in found["config announces the cache as the engine reads it"]
         assert "q_scale" in found["no scale under another name"]
 
-    @pytest.mark.parametrize("engine", WITHOUT_SCALES)
+    @pytest.mark.parametrize("engine", ["lmdeploy", "llamacpp"])
     def test_a_scale_has_no_place(self, engine: str, exported: Path) -> None:
         message = broken(exported, engine)["no scale that the engine has no place for"]
         assert "loads no scales" in message
@@ -496,6 +580,8 @@ class TestVerdicts:
             ("trtllm", "fp8", "metadata", "per_tensor", {}, ("ignored", "--deliver fold")),
             ("trtllm", "fp8", "metadata", "per_head", {}, ("ignored", "--deliver fold")),
             ("trtllm", "fp8", "fold", None, {}, ("folded", None)),
+            ("trtllm", "nvfp4", "metadata", "per_tensor", {}, ("consumed", None)),
+            ("trtllm", "nvfp4", "metadata", "per_tensor", PHI3, ("ignored", None)),
             ("tgi", "fp8", "metadata", "per_tensor", {}, ("consumed", None)),
             ("lmdeploy", "fp8", "both", "per_tensor", {}, ("ignored", "--deliver fold")),
             ("llamacpp", "fp8", "fold", None, {}, ("refused", "--format int8_per_token_head --deliver fold")),
@@ -546,8 +632,14 @@ class TestVerdicts:
                 found = engine.verdict(model, fmt, None, "fold")
                 if found.alternative is not None:
                     option, name, *rest = found.alternative.split()
-                    assert (option, rest) == ("--format", ["--deliver", "fold"])
-                    assert engine.verdict(model, formats.get(name), None, "fold").outcome == "folded"
+                    assert option == "--format"
+                    other = formats.get(name)
+                    if rest:
+                        assert rest == ["--deliver", "fold"]
+                        assert engine.verdict(model, other, None, "fold").outcome == "folded"
+                    else:
+                        per_tensor = granularity.get("per_tensor")
+                        assert engine.verdict(model, other, per_tensor, "metadata").outcome == "consumed"
 
     def test_the_command_names_every_engine(self, llama_folder: Path, kvcal: Callable[..., Any]) -> None:
         outcome = kvcal("plan", "--model", llama_folder, "--engine", "all", "--json")

@@ -18,7 +18,7 @@ from tests.test_calibrate import token_set
 from tests.test_evaluate import DYNAMIC
 from tests.test_validate import prepared
 
-STATIC = [FP8_E4M3, FP8_E5M2]
+STATIC = [FP8_E4M3, FP8_E5M2, formats.NVFP4]
 
 
 def call(
@@ -36,7 +36,8 @@ def call(
 def cache_of(fmt: KVFormat, kv_heads: int = 2) -> QuantizedCache:
     if fmt.dynamic:
         return QuantizedCache(fmt)
-    of = {side: (torch.rand(kv_heads, 1, 1) * 0.5 + 0.7) * 9 / fmt.max for side in ("k", "v")}
+    shape = (1,) if fmt.block else (kv_heads, 1, 1)
+    of = {side: (torch.rand(shape) * 0.5 + 0.7) * 9 / fmt.reach for side in ("k", "v")}
     return QuantizedCache(fmt, Scales({0: of | {"q": torch.ones(1)}}))
 
 

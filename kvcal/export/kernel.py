@@ -9,9 +9,10 @@ the model's order:
 ``layers.i.q_scale``  (heads,)     of Q; for a kernel with one per KV head, the largest of each group
 ===================== ============= ==============================================================
 
-A scale per tensor is written once for every head. ``kvcal-kernel.json`` says how many heads each layer has,
-and how two libraries take the vectors. FP8 has no zero points, and kvcal's rotations are in the weights,
-where a kernel need not know of them.
+Of an NVFP4 cache they are the outer scales, ``amax / 2688``: ``k ≈ code * block_scale * scale``, and block
+scales are the kernel's own. A scale per tensor is written once for every head. ``kvcal-kernel.json`` says how
+many heads each layer has, and how two libraries take the vectors. There are no zero points, and kvcal's
+rotations are in the weights, where a kernel need not know of them.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ def to_bundle(scales: Scales | None, plan: Plan, base_quantization: dict[str, An
     }
     layout = {
         "version": _VERSION,
+        "format": plan.format.name,
         "cache": plan.format.storage_dtype,
-        "largest": plan.format.max,
+        "reach": plan.engine.reach(plan.format),
         "granularity": plan.scaling,
         "layers": {
             str(layer.index): {

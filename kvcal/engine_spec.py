@@ -68,6 +68,7 @@ class EngineSpec:
         nvfp4_scale: what the engine takes the scale of an NVFP4 cache to be of its absolute maximum. With
             ``amax/2688`` block scales use all of E4M3, with ``amax/448`` a sixth of it.
         notes: what else the engine ignores, or takes another way.
+        answers_live: ``kvcal check --live`` can start it and ask what it holds.
         forgets_over_16_bits: it sets scales to 1.0 when it loads them for a 16-bit cache.
         standalone: its files hold scales alone, without a checkpoint around them.
     """
@@ -96,6 +97,7 @@ class EngineSpec:
     approximations: Mapping[str, str] = field(default_factory=dict)
     nvfp4_scale: Literal["amax/2688", "amax/448"] = "amax/2688"
     notes: tuple[str, ...] = ()
+    answers_live: bool = False
     forgets_over_16_bits: bool = False
     standalone: bool = False
 

@@ -63,6 +63,7 @@ VLLM = EngineSpec(
     },
     # config/cache.py kv_cache_dtype_skip_layers; layers/attention/attention.py then takes "auto" for a layer
     skips_layers=True,
+    answers_live=True,
     notes=(
         "ignores rotations of K and Q that a checkpoint asks for: it makes transforms of linear layers alone"
         " (compressed_tensors/transform/linear.py)",

@@ -177,6 +177,9 @@ def run_check(
     folder: Path, engine: str, *, live: bool, engine_python: str | None, narrator: Narrator
 ) -> list[check.Finding]:
     """Check the files, and with ``live`` also what the real engine holds after loading them."""
+    if live and not engines.get(engine).answers_live:
+        asked = ", ".join(each.name for each in engines.ENGINES if each.answers_live)
+        raise UsageError(f"--live cannot start {engine}; it can start {asked}")
     python = live_engine.engine_python(engine_python) if live else None
     findings = check.check(folder, engine)
     if python is None:

@@ -701,6 +701,13 @@ class TestCommands:
             outcome = kvcal(command, folder_for(engine), "--seq-len", 32, "--json")
             assert outcome.code == 0, outcome.stderr
 
+    def test_only_vllm_is_asked_live(
+        self, folder_for: Callable[[str], Path], kvcal: Callable[..., Any]
+    ) -> None:
+        outcome = kvcal("check", folder_for("sglang"), "--engine", "sglang", "--live")
+        assert outcome.code == UsageError.exit_code
+        assert "--live cannot start sglang; it can start vllm, vllm-modelopt" in outcome.stderr
+
 
 class TestTensorParallel:
     def test_heads_are_dealt_out_in_runs(self, exported: Path) -> None:

@@ -101,11 +101,6 @@ class EngineSpec:
     forgets_over_16_bits: bool = False
     standalone: bool = False
 
-    @property
-    def sides(self) -> tuple[str, ...]:
-        """Of which of k, v and q a checkpoint carries scales."""
-        return tuple(self.scale_suffixes)
-
     def scale_name(self, layer: LayerSpec, side: str) -> str:
         """Name of the tensor that holds the scale of k, v or q."""
         return f"{layer.module}.{self.scale_suffixes[side]}"
@@ -160,10 +155,12 @@ class EngineSpec:
         """Why static scales beside the weights would be loaded by nobody; empty if they would be."""
         if deliver == "fold" or fmt.name not in self.cache_dtype or fmt.dynamic:
             return []
-        if fmt.name in self.unread:
-            return [f"{self.name} {self.version} {self.unread[fmt.name]}; --deliver fold reaches it"]
         why = self._reaches(model)
-        return [] if why is None else [f"{why}; --deliver fold reaches it"]
+        if fmt.name in self.unread:
+            why = f"{self.name} {self.version} {self.unread[fmt.name]}"
+        if why is None:
+            return []
+        return [why if fmt.block else f"{why}; --deliver fold reaches it"]
 
     def _reaches(self, model: ModelSpec) -> str | None:
         """Why its loader drops the scales of this model; None if it does not."""

@@ -128,13 +128,9 @@ def _for_engine(folder: Path, was: plan.Plan, engine: EngineSpec) -> tuple[plan.
     if was.granularity is not None:
         fits = was.granularity.name in engine.granularities
         wanted["granularity"] = was.granularity.name if fits or not engine.granularities else "per_tensor"
-        if engine.ignores(was.model, was.format, was.deliver):
-            raise PlanRefused(
-                [
-                    f"{engine.ignores(was.model, was.format, was.deliver)[0]}: calibrate again with"
-                    f" --engine {engine.name} --deliver fold, which judges the folds by what it serves"
-                ]
-            )
+        for why in engine.ignores(was.model, was.format, was.deliver):
+            how = "" if was.format.block else f": calibrate again with --engine {engine.name} --deliver fold"
+            raise PlanRefused([why + how])
     base = _base_quantization(folder)
     readable = (*engine.base_quant_methods, *engine.scalar_quant_methods)
     if base is not None and base.get("quant_method") not in readable:
@@ -159,10 +155,7 @@ def _base_quantization(folder: Path) -> dict[str, Any] | None:
     section = sources.read_config(folder).get("quantization_config")
     if not isinstance(section, dict):
         return None
-    of_kvcal = (
-        not section.get("config_groups") if "config_groups" in section else section.get("ignore") == ["*"]
-    )
-    if of_kvcal:
+    if section.get("config_groups") == {} or section.get("ignore") == ["*"]:  # as kvcal writes it
         return None
     return {key: value for key, value in section.items() if key != "kv_cache_scheme"}
 

@@ -5,8 +5,8 @@
 Makes, of the model and of the same model with planted outliers (:mod:`tests.planted`, an exact rewrite),
 the checkpoints that kvcal writes for vLLM: FP8 scales per tensor and per head, and weights folded for FP8 at
 scale 1.0, INT8 and INT4 per token and head. Then :mod:`tests.gpu_engine_kl` serves all of them and the
-unchanged models in vLLM and prints KL against the model's own 16-bit cache. Checkpoints that are in ``--work``
-already are kept.
+unchanged models in vLLM and prints KL against the model's own 16-bit cache. Checkpoints that are in
+``--work`` already are kept.
 
 Needs kvcal and vLLM 0.26 to 0.33 in one environment, or ``--engine-python`` for vLLM's own.
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcal import check
+from kvcal import check, engines
 from kvcal.arch import LayerSpec
 from kvcal.errors import UsageError
 from kvcal.recipe import Side
@@ -31,8 +31,11 @@ def shares(folder: Path, engine: str, ranks: int) -> list[RankScales]:
     """Every rank's share of every layer, layer by layer.
 
     Raises:
-        UsageError: the engine could not deal out the heads.
+        UsageError: the engine could not deal out the heads, or has no scales.
     """
+    row = engines.get(engine)
+    if row.standalone or not row.scale_suffixes:
+        raise UsageError(f"--tensor-parallel shows what ranks hold of scales, and {engine} deals out none")
     model, written, _ = check.scales_of(folder, engine)
     return [
         _share(layer, written[layer.index], rank, ranks) for layer in model.layers for rank in range(ranks)

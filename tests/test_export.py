@@ -734,6 +734,12 @@ class TestTensorParallel:
         with pytest.raises(UsageError, match="2 KV heads cannot be dealt out to 3 ranks"):
             tensor_parallel.shares(exported, "vllm", 3)
 
+    @pytest.mark.parametrize("engine", ["kernel", "llamacpp"])
+    def test_nothing_to_deal_out(self, engine: str, folder_for: Callable[[str], Path], folded: Path) -> None:
+        folder = folder_for("kernel") if engine == "kernel" else folded
+        with pytest.raises(UsageError, match=f"{engine} deals out none"):
+            tensor_parallel.shares(folder, engine, 2)
+
     def test_the_command_shows_them(self, exported: Path, kvcal: Callable[..., Any]) -> None:
         outcome = kvcal("check", exported, "--tensor-parallel", 2, "--json")
         document = json.loads(outcome.stdout)

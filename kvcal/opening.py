@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvcal import data, models
-from kvcal.errors import ModelError
+from kvcal import arch, data, mixed, models, plan, sources
+from kvcal import recipe as recipes
+from kvcal.errors import ModelError, UsageError
+from kvcal.export import bundle
 from kvcal.plan import Plan
 from kvcal.progress import Narrator
+from kvcal.scales import Scales
 from kvcal.trial import Trial
 
 
@@ -74,3 +78,36 @@ def quiet_libraries() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def recorded_plan(folder: Path, changes: Mapping[str, Any] | None = None) -> Plan:
+    """The plan that a checkpoint was written by, with recipe fields replaced.
+
+    Raises:
+        UsageError: there is no such folder.
+        ModelError: it was not written by ``kvcal calibrate``.
+    """
+    records = folder / bundle.RECORDS
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder")
+    if not (records / "recipe.yaml").is_file():
+        raise ModelError(f"{folder}: holds no kvcal records; it was not written by kvcal calibrate")
+    recipe = recipes.load(str(records / "recipe.yaml")).override(changes or {})
+    # Folds are in the weights already, so quantized weights are no obstacle to them any more.
+    resolved = plan.resolve(recipe, replace(arch.read(sources.read_config(folder)), quant_method=None))
+    if recipe.mixed is not None:
+        skipped = mixed.read_skipped(records / mixed.RECORD, resolved)
+        resolved = replace(resolved, skipped_layers=skipped)
+    return resolved
+
+
+def recorded_scales(folder: Path) -> Scales:
+    """The scales among the records of a checkpoint.
+
+    Raises:
+        ModelError: there are none.
+    """
+    path = folder / bundle.RECORDS / "scales.safetensors"
+    if not path.is_file():
+        raise ModelError(f"{folder}: its records lack {path.name}; calibrate again")
+    return Scales.load(path)

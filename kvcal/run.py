@@ -317,18 +317,7 @@ def _reopen(
     folder: Path, request: Request, changes: dict[str, Any], narrator: Narrator
 ) -> tuple[Any, plan.Plan, QuantizedCache, Any]:
     opening.quiet_libraries()
-    records = folder / bundle.RECORDS
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: no such folder")
-    if not (records / "recipe.yaml").is_file():
-        raise ModelError(f"{folder}: holds no kvcal records; it was not written by kvcal calibrate")
-    recipe = recipes.load(str(records / "recipe.yaml")).override(changes)
-    model_spec = arch.read(sources.read_config(folder))
-    # Folds are in the weights already, so quantized weights are no obstacle to them any more.
-    resolved = plan.resolve(recipe, replace(model_spec, quant_method=None))
-    if recipe.mixed is not None:
-        skipped = mixed.read_skipped(records / mixed.RECORD, resolved)
-        resolved = replace(resolved, skipped_layers=skipped)
+    resolved = opening.recorded_plan(folder, changes)
     cache = _written_cache(folder, resolved)
     tokenizer = models.load_tokenizer(folder, request.trust)
     model = opening.load(folder, resolved, models.device_named(request.device), request, narrator)
@@ -342,10 +331,7 @@ def _written_cache(folder: Path, resolved: plan.Plan) -> QuantizedCache:
         return QuantizedCache(resolved.format, skipped=skipped)
     if resolved.granularity is None:
         return QuantizedCache(resolved.format, scales.unit(resolved), skipped=skipped)
-    path = folder / bundle.RECORDS / "scales.safetensors"
-    if not path.is_file():
-        raise ModelError(f"{folder}: its records lack {path.name}; calibrate again")
-    found = scales.Scales.load(path)
+    found = opening.recorded_scales(folder)
     announced = {layer.index: set(recipes.SIDES) for layer in resolved.layers}
     if {index: set(sides) for index, sides in found.layers.items()} != announced:
         raise ModelError(f"{folder}: its scales cover other layers than its config.json announces")

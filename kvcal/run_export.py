@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvcal import arch, check, engines, mixed, plan, scales, sources
-from kvcal import recipe as recipes
+from kvcal import check, engines, opening, plan, scales, sources
 from kvcal.engine_spec import EngineSpec
-from kvcal.errors import CheckFailed, ModelError, PlanRefused, UsageError
+from kvcal.errors import CheckFailed, PlanRefused
 from kvcal.export import bundle, targets
 
 RECORD = "export.json"
@@ -64,7 +63,7 @@ def run_export(folder: Path, engine_name: str, output: Path | None, *, overwrite
         CheckFailed: the written files break the engine's contract.
     """
     engine = engines.get(engine_name)
-    was = _recorded(folder)
+    was = opening.recorded_plan(folder)
     resolved, found = _for_engine(folder, was, engine)
     kept = was.granularity.name if was.granularity and resolved.granularity else None
     reduced_from = kept if resolved.granularity and kept != resolved.granularity.name else None
@@ -104,21 +103,6 @@ def run_export(folder: Path, engine_name: str, output: Path | None, *, overwrite
     return result
 
 
-def _recorded(folder: Path) -> plan.Plan:
-    """The plan that a checkpoint was written by."""
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: no such folder")
-    record = folder / bundle.RECORDS / "recipe.yaml"
-    if not record.is_file():
-        raise ModelError(f"{folder}: holds no kvcal records; it was not written by kvcal calibrate")
-    model = arch.read(sources.read_config(folder))
-    resolved = plan.resolve(recipes.load(str(record)), replace(model, quant_method=None))
-    if resolved.recipe.mixed is not None:
-        skipped = mixed.read_skipped(record.with_name(mixed.RECORD), resolved)
-        resolved = replace(resolved, skipped_layers=skipped)
-    return resolved
-
-
 def _for_engine(folder: Path, was: plan.Plan, engine: EngineSpec) -> tuple[plan.Plan, scales.Scales | None]:
     """The same calibration planned for ``engine``, and its scales as they were recorded."""
     # Scales alone are those of the weights they were calibrated for, folded or not.
@@ -144,10 +128,7 @@ def _for_engine(folder: Path, was: plan.Plan, engine: EngineSpec) -> tuple[plan.
     resolved = replace(resolved, skipped_layers=was.skipped_layers)
     if resolved.granularity is None:
         return resolved, None
-    path = folder / bundle.RECORDS / "scales.safetensors"
-    if not path.is_file():
-        raise ModelError(f"{folder}: its records lack {path.name}; calibrate again")
-    return resolved, scales.Scales.load(path)
+    return resolved, opening.recorded_scales(folder)
 
 
 def _base_quantization(folder: Path) -> dict[str, Any] | None:

@@ -685,6 +685,11 @@ class TestCommands:
         assert record["largest_reduction"] == pytest.approx(ratio)
         assert (record["from"], record["reduced_from"]) == ("vllm", "per_head")
 
+    def test_a_folder_may_be_called_like_a_blank_of_the_command(self, exported: Path, tmp_path: Path) -> None:
+        output = tmp_path / "MODEL DTYPE $dtype FOLDER"
+        found = run_export.run_export(exported, "tgi", output, overwrite=False)
+        assert found.serve[2] == str(output)
+
     def test_the_usual_output_is_named_after_the_engine(
         self, exported: Path, tmp_path: Path, kvcal: Callable[..., Any]
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from string import Template
 from typing import Any
 
 from kvcal.export import compressed_tensors, kernel, modelopt, plain
@@ -16,8 +17,8 @@ from kvcal.scales import Scales
 class Target:
     """One engine's form and start.
 
-    ``serve`` is the command line; ``FOLDER``, ``DTYPE`` and ``MODEL`` (the folder's GGUF file) stand for what
-    they say. ``before`` is what has to be done first, in words.
+    ``serve`` is the command line; ``$folder``, ``$dtype`` and ``$model`` (the folder's GGUF file) stand for
+    what they say. ``before`` is what has to be done first, in words.
     """
 
     to_bundle: Callable[[Scales | None, Plan, dict[str, Any] | None], Bundle]
@@ -25,30 +26,30 @@ class Target:
     before: str | None = None
 
 
-_VLLM = "vllm serve FOLDER --kv-cache-dtype DTYPE"
+_VLLM = "vllm serve $folder --kv-cache-dtype $dtype"
 
 TARGETS = {
     "vllm": Target(compressed_tensors.to_bundle, _VLLM),
     "vllm-modelopt": Target(modelopt.to_bundle, _VLLM),
     "sglang": Target(
         compressed_tensors.to_bundle,
-        "python -m sglang.launch_server --model-path FOLDER --kv-cache-dtype DTYPE",
+        "python -m sglang.launch_server --model-path $folder --kv-cache-dtype $dtype",
     ),
     "tgi": Target(
-        compressed_tensors.to_bundle, "text-generation-launcher --model-id FOLDER --kv-cache-dtype DTYPE"
+        compressed_tensors.to_bundle, "text-generation-launcher --model-id $folder --kv-cache-dtype $dtype"
     ),
-    "transformers": Target(compressed_tensors.to_bundle, "transformers serve FOLDER"),
+    "transformers": Target(compressed_tensors.to_bundle, "transformers serve $folder"),
     "kernel": Target(kernel.to_bundle, ""),
     "trtllm": Target(
         plain.to_bundle,
-        "trtllm-serve FOLDER --extra_llm_api_options kv-cache.yaml",
-        "write kv-cache.yaml with kv_cache_config: {dtype: DTYPE}",
+        "trtllm-serve $folder --extra_llm_api_options kv-cache.yaml",
+        "write kv-cache.yaml with kv_cache_config: {dtype: $dtype}",
     ),
-    "lmdeploy": Target(plain.to_bundle, "lmdeploy serve api_server FOLDER --quant-policy DTYPE"),
+    "lmdeploy": Target(plain.to_bundle, "lmdeploy serve api_server $folder --quant-policy $dtype"),
     "llamacpp": Target(
         plain.to_bundle,
-        "llama-server --model MODEL --flash-attn on --cache-type-k DTYPE --cache-type-v DTYPE",
-        "convert_hf_to_gguf.py FOLDER --outfile MODEL",
+        "llama-server --model $model --flash-attn on --cache-type-k $dtype --cache-type-v $dtype",
+        "convert_hf_to_gguf.py $folder --outfile $model",
     ),
 }
 
@@ -63,7 +64,7 @@ def serve_command(folder: str, plan: Plan) -> list[str]:
 
     Skipped layers are no matter of the checkpoint: vLLM reads them from its command line alone.
     """
-    command = _filled(of(plan).serve.split(), folder, plan)
+    command = [_filled(word, folder, plan) for word in of(plan).serve.split()]
     if plan.skipped_layers:
         command += ["--kv-cache-dtype-skip-layers", *map(str, plan.skipped_layers)]
     return command
@@ -72,18 +73,9 @@ def serve_command(folder: str, plan: Plan) -> list[str]:
 def before_serving(folder: str, plan: Plan) -> str | None:
     """What has to be done before :func:`serve_command`; None if nothing."""
     before = of(plan).before
-    return None if before is None else " ".join(_filled(before.split(" "), folder, plan))
+    return None if before is None else _filled(before, folder, plan)
 
 
-def _filled(words: list[str], folder: str, plan: Plan) -> list[str]:
-    values = {
-        "FOLDER": folder,
-        "MODEL": f"{folder}/model.gguf",
-        "DTYPE": plan.engine.cache_dtype[plan.format.name],
-    }
-    filled = []
-    for word in words:
-        for name, value in values.items():
-            word = word.replace(name, value)
-        filled.append(word)
-    return filled
+def _filled(template: str, folder: str, plan: Plan) -> str:
+    dtype = plan.engine.cache_dtype[plan.format.name]
+    return Template(template).substitute(folder=folder, model=f"{folder}/model.gguf", dtype=dtype)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests import planted
@@ -39,18 +40,21 @@ def calibrate(model: Path, output: Path, options: list[str], samples: int) -> No
     subprocess.run([*command, "--samples", str(samples), *options], check=True)
 
 
-def candidates(model: Path, work: Path, samples: int) -> list[str]:
-    """Every checkpoint as ``LABEL=FOLDER:CACHE`` of :mod:`tests.gpu_engine_kl`."""
+def candidates(model: Path, work: Path, samples: int, jobs: int) -> list[str]:
+    """Every checkpoint but the model itself as ``LABEL=FOLDER:CACHE`` of :mod:`tests.gpu_engine_kl`."""
     outliers = work / "planted"
     if not outliers.exists():
         planted.plant(model, outliers)
-    found = []
-    for name, base in (("model", model), ("planted", outliers)):
-        found.append(f"{name}={base}:{PLAIN_CACHES}")
-        for way, (options, cache) in WAYS.items():
-            folder = work / f"{name}-{way}"
-            calibrate(base, folder, options, samples)
-            found.append(f"{name}-{way}={folder}:{cache}")
+    found = [f"planted={outliers}:{PLAIN_CACHES}"]
+    with ThreadPoolExecutor(jobs) as pool:
+        runs = []
+        for name, base in (("base", model), ("planted", outliers)):
+            for way, (options, cache) in WAYS.items():
+                folder = work / f"{name}-{way}"
+                runs.append(pool.submit(calibrate, base, folder, options, samples))
+                found.append(f"{name}-{way}={folder}:{cache}")
+        for run in runs:
+            run.result()
     return found
 
 
@@ -62,14 +66,16 @@ def main() -> None:
     parser.add_argument("--text", required=True, help="text file that the engine scores")
     parser.add_argument("--work", type=Path, required=True, help="folder for the checkpoints")
     parser.add_argument("--samples", type=int, default=64, help="calibration samples")
+    parser.add_argument("--jobs", type=int, default=1, help="calibrations, then engines, at a time")
     parser.add_argument("--engine-python", default=sys.executable, help="interpreter that has vLLM")
     parser.add_argument("rest", nargs="*", help="after --: further options of tests.gpu_engine_kl")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     command = [options.engine_python, "-m", "tests.gpu_engine_kl", "--base", str(options.model)]
-    for candidate in candidates(options.model, options.work, options.samples):
+    command += ["--cache", PLAIN_CACHES, "--text", options.text, "--jobs", str(options.jobs)]
+    for candidate in candidates(options.model, options.work, options.samples, options.jobs):
         command += ["--candidate", candidate]
-    sys.exit(subprocess.run([*command, "--text", options.text, *options.rest]).returncode)
+    sys.exit(subprocess.run([*command, *options.rest]).returncode)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from kvcal import recipe as recipes
 from kvcal.arch import LayerSpec, ModelSpec
 from kvcal.engine_spec import UNQUANTIZED, EngineSpec
 from kvcal.errors import KvcalError, ModelError, RecipeError, UsageError
-from kvcal.export import bundle, folded, kernel
+from kvcal.export import bundle, folded, kernel, modelopt
 from kvcal.granularity import Granularity
 from kvcal.recipe import SIDES, Side
 
@@ -195,6 +195,8 @@ def _config(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
         yield f'quantization_config has no "config_groups"; {why}'
     if not form.has_strategy and section.get("quant_algo") is None:
         yield 'quantization_config has no "quant_algo", which is mandatory in this form'
+    if not form.has_strategy:
+        yield from modelopt.disagreements(checkpoint.folder / modelopt.OWN_CONFIG)
     scheme = section.get("kv_cache_scheme")
     if not isinstance(scheme, dict):
         yield f"quantization_config has no kv_cache_scheme; {engine.title} then serves scale 1.0"

@@ -201,6 +201,10 @@ def engines(as_json: Json = False) -> None:
 def export(
     folder: Folder,
     engine: Annotated[str, typer.Option(help="Serving engine; `kvcal engines` lists them.")],
+    base: Annotated[
+        Path | None,
+        typer.Option(help="Write the scales beside these weights: the same model, quantized as a rule."),
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Checkpoint folder to write.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output after success.")] = False,
     as_json: Json = False,
@@ -211,7 +215,7 @@ def export(
     """
     from kvcal import engine_report, run_export
 
-    found = run_export.run_export(folder, engine, output, overwrite=overwrite)
+    found = run_export.run_export(folder, engine, output, overwrite=overwrite, base=base)
     if as_json:
         terminal.print_json(vars(found))
     else:

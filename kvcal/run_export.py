@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvcal import check, engines, opening, plan, scales, sources
+from kvcal import arch, check, engines, opening, plan, scales, sources
 from kvcal.engine_spec import EngineSpec
-from kvcal.errors import CheckFailed, PlanRefused
-from kvcal.export import bundle, targets
+from kvcal.errors import CheckFailed, ModelError, PlanRefused
+from kvcal.export import bundle, modelopt, targets
 
 RECORD = "export.json"
 
@@ -54,17 +54,25 @@ class Exported:
     notices: list[str]
 
 
-def run_export(folder: Path, engine_name: str, output: Path | None, *, overwrite: bool) -> Exported:
+def run_export(
+    folder: Path, engine_name: str, output: Path | None, *, overwrite: bool, base: Path | None = None
+) -> Exported:
     """Write what ``folder`` holds in the form of another engine.
 
+    ``base`` is a checkpoint of the same model with other weights, quantized ones as a rule: the scales go
+    beside its weights instead of those of ``folder``.
+
     Raises:
-        ModelError: the folder was not written by ``kvcal calibrate``.
-        PlanRefused: the engine would not consume it, with what would reach it.
+        ModelError: the folder was not written by ``kvcal calibrate``, or the base is no checkpoint.
+        PlanRefused: the engine would not consume it, with what would reach it, or the base is another model.
         CheckFailed: the written files break the engine's contract.
     """
     engine = engines.get(engine_name)
     was = opening.recorded_plan(folder)
-    resolved, found = _for_engine(folder, was, engine)
+    if base is not None:
+        _require_same_model(was, base)
+    weights = base or folder
+    resolved, found = _for_engine(folder, weights, was, engine)
     kept = was.granularity.name if was.granularity and resolved.granularity else None
     reduced_from = kept if resolved.granularity and kept != resolved.granularity.name else None
     largest = 1.0
@@ -77,12 +85,14 @@ def run_export(folder: Path, engine_name: str, output: Path | None, *, overwrite
         found = scales.times(found, factor)
     destination = output or folder.with_name(f"{folder.resolve().name}-{engine.name}")
     with (
-        bundle.staging(destination, overwrite=overwrite, base=folder) as stage,
+        bundle.staging(destination, overwrite=overwrite, base=weights) as stage,
         bundle.translated_os_errors(destination),
     ):
-        base = _base_quantization(folder)
-        written = targets.of(resolved).to_bundle(found, resolved, base)
-        bundle.write(written, folder, stage.folder, drop_quantization=base is None)
+        section = _base_quantization(weights)
+        written = targets.of(resolved).to_bundle(found, resolved, section)
+        bundle.write(written, weights, stage.folder, drop_quantization=section is None)
+        if (stage.folder / modelopt.OWN_CONFIG).is_file():
+            modelopt.announce(stage.folder / modelopt.OWN_CONFIG, resolved)
         _write_records(folder, stage.records, resolved, found)
         result = Exported(
             folder=str(destination),
@@ -93,7 +103,7 @@ def run_export(folder: Path, engine_name: str, output: Path | None, *, overwrite
             largest_reduction=largest,
             before=targets.before_serving(str(destination), resolved),
             serve=targets.serve_command(str(destination), resolved),
-            notices=_notices(engine, resolved),
+            notices=_notices(engine, resolved, base),
         )
         broken = [f for f in check.check(stage.folder, engine.name) if not f.ok]
         if broken:
@@ -103,8 +113,31 @@ def run_export(folder: Path, engine_name: str, output: Path | None, *, overwrite
     return result
 
 
-def _for_engine(folder: Path, was: plan.Plan, engine: EngineSpec) -> tuple[plan.Plan, scales.Scales | None]:
-    """The same calibration planned for ``engine``, and its scales as they were recorded."""
+def _require_same_model(was: plan.Plan, base: Path) -> None:
+    """Weights may differ, what is cached may not."""
+    if not (base / "config.json").is_file():
+        raise ModelError(f"{base}: is no checkpoint (no config.json)")
+    if was.deliver != "metadata":
+        raise PlanRefused(
+            [
+                "the calibration is folded into its weights; another base takes scales alone"
+                " (--deliver metadata)"
+            ]
+        )
+    model = arch.read(sources.read_config(base))
+    if len(model.layers) != len(was.layers):
+        raise PlanRefused(
+            [f"{base} has {len(model.layers)} attention layers, the calibration {len(was.layers)}"]
+        )
+    for mine, theirs in zip(was.layers, model.layers, strict=True):
+        if mine != theirs:
+            raise PlanRefused([f"{base}: layer {theirs.index} is {theirs}, the calibration is of {mine}"])
+
+
+def _for_engine(
+    folder: Path, weights: Path, was: plan.Plan, engine: EngineSpec
+) -> tuple[plan.Plan, scales.Scales | None]:
+    """The same calibration planned for ``engine`` and these weights, and its scales as they were recorded."""
     # Scales alone are those of the weights they were calibrated for, folded or not.
     wanted: dict[str, Any] = {"engine": engine.name, "deliver": was.deliver}
     if engine.standalone and was.deliver == "both":
@@ -115,15 +148,20 @@ def _for_engine(folder: Path, was: plan.Plan, engine: EngineSpec) -> tuple[plan.
         for why in engine.ignores(was.model, was.format, was.deliver):
             how = "" if was.format.block else f": calibrate again with --engine {engine.name} --deliver fold"
             raise PlanRefused([why + how])
-    base = _base_quantization(folder)
+    section = _base_quantization(weights)
+    method = section.get("quant_method") if section else None
     readable = (*engine.base_quant_methods, *engine.scalar_quant_methods)
-    if base is not None and base.get("quant_method") not in readable:
+    if method is not None and method not in readable:
+        able = [e.name for e in engines.ENGINES if method in (*e.base_quant_methods, *e.scalar_quant_methods)]
+        others = f"; {' and '.join(able)} read it" if able else ""
         raise PlanRefused(
             [
-                f"base weights with quant_method {base.get('quant_method')!r} cannot carry a KV scheme for"
-                f" {engine.name}; calibrate the unquantized model"
+                f"base weights with quant_method {method!r} cannot carry a KV scheme for"
+                f" {engine.name}{others}; or take the unquantized model"
             ]
         )
+    if method in engine.scalar_quant_methods and was.granularity is not None:
+        wanted["granularity"] = "per_tensor"
     resolved = plan.resolve(was.recipe.override(wanted), was.model)
     resolved = replace(resolved, skipped_layers=was.skipped_layers)
     if resolved.granularity is None:
@@ -134,6 +172,8 @@ def _for_engine(folder: Path, was: plan.Plan, engine: EngineSpec) -> tuple[plan.
 def _base_quantization(folder: Path) -> dict[str, Any] | None:
     """The section about the weights alone; None where they are not quantized."""
     section = sources.read_config(folder).get("quantization_config")
+    if section is None and (folder / modelopt.OWN_CONFIG).is_file():
+        section = modelopt.section_of(folder / modelopt.OWN_CONFIG)
     if not isinstance(section, dict):
         return None
     if section.get("config_groups") == {} or section.get("ignore") == ["*"]:  # as kvcal writes it
@@ -160,8 +200,10 @@ def _write_records(folder: Path, records: Path, resolved: plan.Plan, found: scal
         found.save(records / "scales.safetensors")
 
 
-def _notices(engine: EngineSpec, resolved: plan.Plan) -> list[str]:
+def _notices(engine: EngineSpec, resolved: plan.Plan, base: Path | None) -> list[str]:
     notices = []
+    if base is not None:
+        notices.append(f"fidelity was measured with the weights that were calibrated, not those of {base}")
     if resolved.format.name in engine.approximations:
         notices.append(f"{engine.title}: {engine.approximations[resolved.format.name]}")
     if resolved.granularity is not None and "q" not in engine.scale_suffixes:

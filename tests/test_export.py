@@ -553,6 +553,128 @@ class TestFp8Weights:
             run_export.run_export(out, "tgi", out.with_name("tgi"), overwrite=False)
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["inline", "own file"])
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights in ModelOpt's FP8."""
+    folder = tiny.save(tmp_path_factory.mktemp("modelopt") / "base")
+    return tiny.in_modelopt_fp8(folder, inline=request.param)
+
+
+class TestOtherWeights:
+    """Scales of the unquantized model beside quantized weights of the same model."""
+
+    def test_modelopt(self, base: Path, exported: Path, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        done = run_export.run_export(exported, "vllm-modelopt", out, overwrite=False, base=base)
+        assert str(base) in done.notices[0]
+        weights = (base / "model.safetensors", out / "model-base.safetensors")
+        assert weights[0].read_bytes() == weights[1].read_bytes()
+        written, fine = load_file(out / SHARD), recorded(exported)
+        assert len(written) == 9
+        for layer in range(3):
+            for side, suffix in SUFFIXES["vllm-modelopt"].items():
+                expected = fine[f"layers.{layer}.{side}"].max()
+                assert torch.equal(written[f"model.layers.{layer}.self_attn.{suffix}"], expected)
+        assert json.loads((out / "config.json").read_text())["quantization_config"] == {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "ignore": ["lm_head"],
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        }
+        own = json.loads((out / "hf_quant_config.json").read_text())
+        assert own["producer"]["name"] == "modelopt"
+        assert own["quantization"] == {
+            "quant_algo": "FP8",
+            "kv_cache_quant_algo": "FP8",
+            "exclude_modules": ["lm_head"],
+        }
+        assert broken(out, "vllm-modelopt") == {}
+
+    @pytest.mark.parametrize("algorithm", [None, "NVFP4"])
+    def test_two_files_that_disagree_are_found(
+        self, algorithm: str | None, base: Path, exported: Path, tmp_path: Path
+    ) -> None:
+        out = tmp_path / "out"
+        run_export.run_export(exported, "vllm-modelopt", out, overwrite=False, base=base)
+        edit_json(
+            out / "hf_quant_config.json", lambda d: d["quantization"].update(kv_cache_quant_algo=algorithm)
+        )
+        assert "as in config.json" in "".join(broken(out, "vllm-modelopt").values())
+
+    @pytest.mark.parametrize("engine", ["vllm", "sglang"])
+    def test_other_engines_say_who_reads_it(
+        self, engine: str, base: Path, exported: Path, tmp_path: Path
+    ) -> None:
+        with pytest.raises(PlanRefused, match=f"'modelopt' cannot carry .* {engine}; vllm-modelopt read it"):
+            run_export.run_export(exported, engine, tmp_path / "out", overwrite=False, base=base)
+
+    def test_layers_of_different_algorithms(self, base: Path, exported: Path, tmp_path: Path) -> None:
+        mixed = Path(shutil.copytree(base, tmp_path / "mixed"))
+        tiny.edit_config(mixed, quantization_config=None)
+        own = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}
+        edit_json(mixed / "hf_quant_config.json", lambda d: d.update(quantization=own))
+        with pytest.raises(PlanRefused, match="MIXED_PRECISION by layer is not handled"):
+            run_export.run_export(exported, "vllm-modelopt", tmp_path / "out", overwrite=False, base=mixed)
+
+    @pytest.mark.parametrize("document", ["[]", "{", "{}", '{"quantization": {"quant_algo": null}}'])
+    def test_a_document_that_says_nothing(
+        self, document: str, base: Path, exported: Path, tmp_path: Path
+    ) -> None:
+        silent = Path(shutil.copytree(base, tmp_path / "silent"))
+        tiny.edit_config(silent, quantization_config=None)
+        (silent / "hf_quant_config.json").write_text(document)
+        with pytest.raises(ModelError, match=r"hf_quant_config\.json"):
+            run_export.run_export(exported, "vllm-modelopt", tmp_path / "out", overwrite=False, base=silent)
+
+    def test_compressed_tensors(self, exported: Path, tmp_path: Path) -> None:
+        base = tiny.save(tmp_path / "base")
+        groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int"}}}
+        section = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+        tiny.edit_config(base, quantization_config=section)
+        out = tmp_path / "out"
+        run_export.run_export(exported, "vllm", out, overwrite=False, base=base)
+        written = json.loads((out / "config.json").read_text())["quantization_config"]
+        assert written.pop("kv_cache_scheme")["strategy"] == "attn_head"
+        assert written == section
+        assert broken(out, "vllm") == {}
+
+    def test_fp8_takes_one_scale_per_layer(self, exported: Path, tmp_path: Path) -> None:
+        base, out = tiny.in_fp8(tiny.save(tmp_path / "base")), tmp_path / "out"
+        done = run_export.run_export(exported, "vllm", out, overwrite=False, base=base)
+        assert (done.granularity, done.reduced_from) == ("per_tensor", "per_head")
+        assert {tensor.shape for tensor in load_file(out / SHARD).values()} == {(1,)}
+        assert broken(out, "vllm") == {}
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"num_hidden_layers": 2}, "has 2 attention layers, the calibration 3"),
+            ({"num_key_value_heads": 3}, r"layer 0 is LayerSpec\(.*kv_heads=3"),
+        ],
+    )
+    def test_another_model(
+        self, fields: dict[str, int], message: str, exported: Path, tmp_path: Path
+    ) -> None:
+        base = tiny.save(tmp_path / "base", **fields)
+        with pytest.raises(PlanRefused, match=message):
+            run_export.run_export(exported, "vllm", tmp_path / "out", overwrite=False, base=base)
+
+    def test_no_checkpoint_at_all(self, exported: Path, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match="is no checkpoint"):
+            run_export.run_export(exported, "vllm", tmp_path / "out", overwrite=False, base=tmp_path)
+
+    def test_folds_stay_in_their_weights(self, folded: Path, exported: Path, tmp_path: Path) -> None:
+        with pytest.raises(PlanRefused, match="folded into its weights"):
+            run_export.run_export(folded, "vllm", tmp_path / "out", overwrite=False, base=exported)
+
+    def test_the_command(self, exported: Path, tmp_path: Path, kvcal: Callable[..., Any]) -> None:
+        base = tiny.in_modelopt_fp8(tiny.save(tmp_path / "base"), inline=True)
+        out = tmp_path / "out"
+        done = kvcal("export", exported, "--engine", "vllm-modelopt", "--base", base, "--output", out)
+        assert done.code == 0, done.stderr
+        assert kvcal("check", out, "--engine", "vllm-modelopt").code == 0
+
+
 def verdict(
     engine: str, fmt: str, deliver: Deliver, gran: str | None, **fields: Any
 ) -> tuple[str, str | None]:

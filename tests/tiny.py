@@ -105,6 +105,29 @@ def in_fp8(folder: Path) -> Path:
     return folder
 
 
+def in_modelopt_fp8(folder: Path, *, inline: bool) -> Path:
+    """The checkpoint with its projections as ModelOpt's FP8 has them; rewritten in place.
+
+    ``inline``: its config is in ``config.json`` too, as ModelOpt does since 0.31.
+    """
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors[name].float()
+        scale = weight.abs().max() / 448
+        tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = scale
+        tensors[f"{name.removesuffix('weight')}input_scale"] = torch.tensor(0.125)
+    save_file(tensors, path, metadata={"format": "pt"})
+    own = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    document = {"producer": {"name": "modelopt", "version": "0.47.0"}, "quantization": own}
+    (folder / "hf_quant_config.json").write_text(json.dumps(document))
+    if inline:
+        section = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+        edit_config(folder, quantization_config=section)
+    return folder
+
+
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, BOS before every text, and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -20,11 +20,11 @@ SMALLEST = 2.0**_SMALLEST_EXPONENT
 LARGEST = 2.0**_LARGEST_EXPONENT
 
 _PER_OCTAVE = 2**_MANTISSA_BITS
-_ZERO = (_LARGEST_EXPONENT - _SMALLEST_EXPONENT) * _PER_OCTAVE + 1  # index of the bin around zero
-BINS = 2 * _ZERO + 1
+ZERO = (_LARGEST_EXPONENT - _SMALLEST_EXPONENT) * _PER_OCTAVE + 1  # index of the bin around zero
+BINS = 2 * ZERO + 1
 
-_SHIFT = 23 - _MANTISSA_BITS
-_FIRST = (127 + _SMALLEST_EXPONENT) << _MANTISSA_BITS  # the leading bits of SMALLEST
+SHIFT = 23 - _MANTISSA_BITS
+FIRST = (127 + _SMALLEST_EXPONENT) << _MANTISSA_BITS  # the leading bits of SMALLEST
 
 
 def edges(device: torch.device) -> torch.Tensor:
@@ -36,15 +36,15 @@ def edges(device: torch.device) -> torch.Tensor:
 def bin_of(x: torch.Tensor) -> torch.Tensor:
     """Index of the bin of each value, int32 in the shape of ``x``; NaN counts as overflow."""
     bits = x.float().view(torch.int32)
-    # The magnitude's leading bits grow with it; from 0 around zero to _ZERO in overflow.
+    # The magnitude's leading bits grow with it; from 0 around zero to ZERO in overflow.
     index = bits & 0x7FFFFFFF
-    index >>= _SHIFT
-    index -= _FIRST - 1
-    index.clamp_(0, _ZERO)
+    index >>= SHIFT
+    index -= FIRST - 1
+    index.clamp_(0, ZERO)
     sign = bits >> 31  # -1 or 0: i ^ -1 is -i - 1
     index ^= sign
     index -= sign
-    index += _ZERO
+    index += ZERO
     return index
 
 
@@ -85,13 +85,13 @@ def quantile(counts: torch.Tensor, fraction: float, low: torch.Tensor, high: tor
 
 def magnitude_quantile(counts: torch.Tensor, fraction: float, amax: torch.Tensor) -> torch.Tensor:
     """:func:`quantile` of magnitudes; ``amax`` is the exact largest, ``(...)``."""
-    below, above = counts[..., :_ZERO].flip(-1), counts[..., _ZERO + 1 :]
-    magnitudes = torch.cat([counts[..., _ZERO : _ZERO + 1], below + above], -1)
+    below, above = counts[..., :ZERO].flip(-1), counts[..., ZERO + 1 :]
+    magnitudes = torch.cat([counts[..., ZERO : ZERO + 1], below + above], -1)
     return _interpolated(magnitudes, _magnitude_edges(counts.device), fraction, torch.zeros_like(amax), amax)
 
 
 def _magnitude_edges(device: torch.device) -> torch.Tensor:
-    step = torch.arange(_ZERO, dtype=torch.float64, device=device)
+    step = torch.arange(ZERO, dtype=torch.float64, device=device)
     octave = torch.floor(step / _PER_OCTAVE)
     magnitudes = torch.exp2(octave + _SMALLEST_EXPONENT) * (1 + step / _PER_OCTAVE - octave)
     return torch.cat([magnitudes.new_zeros(1), magnitudes, magnitudes.new_full((1,), float("inf"))])

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvcal import capture, formats, models, rotary
+from kvcal import capture, formats, forward, models, rotary
 from kvcal.arch import LayerSpec
 from kvcal.data import Batch, TokenSet
 from kvcal.errors import ModelError, StatisticsError
@@ -93,16 +93,18 @@ def views(
 
     first = True
     with capture.intercept(model, observe, rotary=any(view.before_rope for view in wanted)):
-        for batch in tokens.batches(batch_size):
-            spans = _spans(batch)
-            kept = {view.skip: _kept(batch, spans, view.skip, model.device) for view in wanted}
-            model.base_model(**batch.inputs(model.device), use_cache=False)
-            for collector in collectors.values():
-                collector.end_batch()
-                if first:  # a broken model should not cost a whole run
+        for part in forward.parts(model, tokens.batches(batch_size)):
+            for step in forward.steps(model, part):
+                spans = _spans(step.batch)
+                kept = {view.skip: _kept(step.batch, spans, view.skip, model.device) for view in wanted}
+                step.run()
+                for collector in collectors.values():
+                    collector.end_batch()
+                on_tokens(step.tokens)
+            if first:  # a broken model should not cost a whole run
+                for collector in collectors.values():
                     _require_sound(collector.statistics(), model)
             first = False
-            on_tokens(batch.tokens)
     found = {view: collector.statistics() for view, collector in collectors.items()}
     for statistics in found.values():
         _require_sound(statistics, model)

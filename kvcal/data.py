@@ -49,15 +49,26 @@ class Batch:
         """``(batch, tokens)`` bool mask of real tokens; None if nothing is padded."""
         return None if bool(self.attention_mask.all()) else self.attention_mask.bool()
 
-    def inputs(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Keyword arguments of a model's forward pass.
+    def inputs(self, device: torch.device, queries: slice = slice(None)) -> dict[str, torch.Tensor]:
+        """Keyword arguments of a model's forward pass, over columns of which the earlier are in a cache.
 
         Without padding only ``input_ids`` are given, so that models can use their fastest causal path.
         """
-        named = {"input_ids": self.input_ids}
+        named = {"input_ids": self.input_ids[:, queries]}
         if self.keep is not None:
-            named |= {"attention_mask": self.attention_mask, "position_ids": self.position_ids}
+            named["attention_mask"] = self.attention_mask[:, : queries.stop]
+            named["position_ids"] = self.position_ids[:, queries]
         return {name: tensor.to(device) for name, tensor in named.items()}
+
+    def pieces(self, chunk: int | None) -> Iterator[slice]:
+        """Runs of at most ``chunk`` columns, in order; all of them in one for None."""
+        width = self.input_ids.shape[1]
+        for start in range(0, width, chunk or width):
+            yield slice(start, min(start + (chunk or width), width))
+
+    def tokens_in(self, queries: slice) -> int:
+        """Real tokens in some columns."""
+        return int(self.attention_mask[:, queries].sum())
 
 
 @dataclass(frozen=True)

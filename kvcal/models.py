@@ -100,6 +100,40 @@ def load(folder: Path, spec: ModelSpec, device: torch.device, trust: Trust) -> A
     Raises:
         ModelError: weights are missing, broken, pickled, not finite or others than the config says.
     """
+    try:
+        model = read(folder, spec, dtype_on(device, spec), trust, {"device_map": str(device)})
+    except torch.OutOfMemoryError:
+        raise ModelError(
+            f"{folder}: does not fit into the memory of {device}; try --device-map layerwise"
+        ) from None
+    broken = non_finite_weight(model)
+    if broken is not None:
+        raise ModelError(f"{folder}: {_named(broken)} holds NaN or infinity; download the model again")
+    return model
+
+
+def dtype_on(device: torch.device, spec: ModelSpec) -> torch.dtype:
+    """What a model computes in."""
+    found: torch.dtype = torch.float32 if device.type == "cpu" else getattr(torch, spec.dtype)
+    return found
+
+
+def without_weights(folder: Path, trust: Trust) -> Any:
+    """The model as its class makes it, on whatever device is the default."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(_config(folder, trust), trust_remote_code=trust.remote_code)
+
+
+def read(folder: Path, spec: ModelSpec, dtype: torch.dtype, trust: Trust, where: dict[str, Any]) -> Any:
+    """The model in evaluation mode, with the checkpoint's weights, which may hold NaN.
+
+    ``where`` is passed to transformers: a device map and what belongs to it.
+
+    Raises:
+        ModelError: as of :func:`load`.
+        torch.OutOfMemoryError: weights do not fit.
+    """
     from transformers import AutoModelForCausalLM
 
     pickled = is_pickled(folder)
@@ -107,28 +141,24 @@ def load(folder: Path, spec: ModelSpec, device: torch.device, trust: Trust) -> A
         weight_map(folder)
     config = _config(folder, trust)
     _as_base(config)
-    dtype = torch.float32 if device.type == "cpu" else getattr(torch, spec.dtype)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
-            device_map=str(device),
             # Scaled dot-product attention drops the logit softcap without a word.
             attn_implementation="eager" if spec.softcap is not None else "sdpa",
             use_safetensors=not pickled,
             ignore_mismatched_sizes=True,  # refused below, by name
             trust_remote_code=trust.remote_code,
             output_loading_info=True,
+            **where,
         )
     except torch.OutOfMemoryError:
-        raise ModelError(f"{folder}: does not fit into the memory of {device}; try --device cpu") from None
+        raise
     except Exception as error:  # transformers raises whatever its loaders raise
         raise ModelError(f"{folder}: cannot be loaded: {_one_line(error)}") from None
     _require_same_weights(folder, info)
-    broken = non_finite_weight(model)
-    if broken is not None:
-        raise ModelError(f"{folder}: {_named(broken)} holds NaN or infinity; download the model again")
     return model.eval()
 
 

@@ -237,18 +237,17 @@ class Collector:
 
     def end_batch(self) -> None:
         """Merge the extremes of the tensors seen since the last call."""
-        if not self._batch:
-            return
-        rows = next(iter(self._batch.values()))[0].shape[0]
-        lows, highs = [], []
-        for key, channels in self._channels.items():
-            # A layer that this batch did not reach adds what is known of it already.
-            unseen = self._low[channels].expand(rows, -1), self._high[channels].expand(rows, -1)
-            low, high = self._batch.get(key, unseen)
-            lows.append(low.flatten(1))
-            highs.append(high.flatten(1))
-        self._low = torch.minimum(self._low, torch.cat(lows, 1).amin(0).float())
-        self._high = torch.maximum(self._high, torch.cat(highs, 1).amax(0).float())
+        if self._batch.keys() == self._channels.keys():
+            low, high = (
+                torch.cat([self._batch[key][end].flatten(1) for key in self._channels], 1) for end in (0, 1)
+            )
+            self._low = torch.minimum(self._low, low.amin(0).float())
+            self._high = torch.maximum(self._high, high.amax(0).float())
+        else:  # layer by layer, where going through all of them each time would add up
+            for key, (low, high) in self._batch.items():
+                mine = self._channels[key]
+                self._low[mine] = torch.minimum(self._low[mine], low.flatten(1).amin(0).float())
+                self._high[mine] = torch.maximum(self._high[mine], high.flatten(1).amax(0).float())
         self._batch = {}
 
     def statistics(self) -> Statistics:

@@ -50,6 +50,8 @@ RANKS: dict[str, float] = {
     "data": 6,
     "sources": 6,
     "models": 6.5,
+    "layerwise": 6.7,
+    "forward": 6.8,
     "calibrate": 7,
     "weights": 7.5,
     "objectives": 7.8,

@@ -1,4 +1,4 @@
-"""A model that need not fit on its device: one decoder layer at a time goes there, and all batches go through it.
+"""A model that need not fit on its device: each decoder layer goes there alone and meets all batches.
 
 Weights come from the checkpoint when their layer's turn comes and are dropped after it; hidden states wait on
 the CPU. How a layer is called is for the model to say: its own forward pass runs first with layers that

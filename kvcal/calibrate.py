@@ -73,7 +73,9 @@ def views(
     specs = {layer.index: layer for layer in layers}
     shapes = _shapes(layers)
     # Counts are those of FP8 at scale 1.0, whatever the format: that is where range matters.
-    collectors = {view: Collector(shapes, collect, formats.FP8_E4M3, model.device) for view in wanted}
+    collectors = {
+        view: Collector(shapes, collect, formats.FP8_E4M3, models.device_of(model)) for view in wanted
+    }
     spans: list[slice] = []
     kept: dict[int, torch.Tensor | None] = {}
 
@@ -96,7 +98,9 @@ def views(
         for part in forward.parts(model, tokens.batches(batch_size)):
             for step in forward.steps(model, part):
                 spans = _spans(step.batch)
-                kept = {view.skip: _kept(step.batch, spans, view.skip, model.device) for view in wanted}
+                kept = {
+                    view.skip: _kept(step.batch, spans, view.skip, models.device_of(model)) for view in wanted
+                }
                 step.run()
                 for collector in collectors.values():
                     collector.end_batch()

@@ -27,6 +27,7 @@ from kvcal.options import (
     Dataset,
     Deliver,
     Device,
+    DeviceMap,
     Engine,
     EvaluationDataset,
     EvaluationSamples,
@@ -35,6 +36,7 @@ from kvcal.options import (
     GranularityName,
     Json,
     MaxKL,
+    MaxMemory,
     Model,
     RecipeName,
     Revision,
@@ -99,6 +101,8 @@ def calibrate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output after success.")] = False,
     revision: Revision = None,
     device: Device = "auto",
+    device_map: DeviceMap = "one",
+    max_memory: MaxMemory = None,
     trust_remote_code: TrustRemoteCode = False,
     allow_pickle: AllowPickle = False,
     as_json: Json = False,
@@ -110,7 +114,17 @@ def calibrate(
     from kvcal import report, run
 
     wanted = changes(ctx, CALIBRATION_FIELDS)
-    request = request_of(model, revision, device, trust_remote_code, allow_pickle, output, overwrite)
+    request = request_of(
+        model,
+        revision,
+        device,
+        trust_remote_code,
+        allow_pickle,
+        output,
+        overwrite,
+        device_map=device_map,
+        max_memory=max_memory,
+    )
     document, folder = run.run_calibrate(request, recipe_named(recipe, wanted), terminal.narrator())
     if as_json:
         terminal.print_json(document | {"folder": str(folder)})
@@ -338,6 +352,8 @@ def validate(
     dataset_column: Column = None,
     seq_len: SeqLen = None,
     device: Device = "auto",
+    device_map: DeviceMap = "one",
+    max_memory: MaxMemory = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
@@ -348,7 +364,13 @@ def validate(
     from kvcal import report, run
 
     wanted = changes(ctx, EVALUATION_FIELDS)
-    request = request_of(str(folder), device=device, trust_remote_code=trust_remote_code)
+    request = request_of(
+        str(folder),
+        device=device,
+        trust_remote_code=trust_remote_code,
+        device_map=device_map,
+        max_memory=max_memory,
+    )
     found = run.run_validate(folder, request, wanted, terminal.narrator())
     if as_json:
         terminal.print_json(report.validation_document(found))
@@ -366,6 +388,8 @@ def evaluate(
     samples: Annotated[int | None, typer.Option(help="Held-out samples.")] = None,
     seq_len: SeqLen = None,
     device: Device = "auto",
+    device_map: DeviceMap = "one",
+    max_memory: MaxMemory = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
@@ -376,7 +400,13 @@ def evaluate(
     from kvcal import report, run
 
     wanted = changes(ctx, EVALUATION_FIELDS)
-    request = request_of(str(folder), device=device, trust_remote_code=trust_remote_code)
+    request = request_of(
+        str(folder),
+        device=device,
+        trust_remote_code=trust_remote_code,
+        device_map=device_map,
+        max_memory=max_memory,
+    )
     found = run.run_evaluate(folder, request, wanted, terminal.narrator())
     document = report.fidelity_document(found)
     if as_json:

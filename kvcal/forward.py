@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache
 
+from kvcal import models
 from kvcal.data import Batch
 from kvcal.layerwise import Context, Layerwise, Step
 
@@ -88,4 +89,7 @@ def _cache(model: Any, batch: Batch, queries: slice, cache: Cache | None) -> Cac
 
 
 def _inputs(model: Any, batch: Batch, queries: slice, cache: Cache | None) -> dict[str, Any]:
-    return batch.inputs(model.device, queries) | {"past_key_values": cache, "use_cache": cache is not None}
+    return batch.inputs(models.device_of(model), queries) | {
+        "past_key_values": cache,
+        "use_cache": cache is not None,
+    }

@@ -104,8 +104,8 @@ class Layerwise:
         """Those outside the layers; a layer's are looked at when they are loaded."""
         return ((name, p) for name, p in self._model.named_parameters() if name not in self._maps)
 
-    def weight(self, name: str) -> torch.Tensor:
-        """A parameter by name, on the CPU if it is of a layer."""
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """A parameter by name, read from the disk if it is of a layer."""
         if name in self._maps:
             weights, leaf = self._maps[name]
             found: torch.Tensor = weights[leaf]
@@ -255,7 +255,7 @@ class Layerwise:
         buffers = [name for name, _ in layer.named_buffers()]
         try:
             for name in names:
-                weight = self.weight(f"{self._path}.{index}.{name}")
+                weight = self.get_parameter(f"{self._path}.{index}.{name}")
                 if weight.is_floating_point() and not bool(torch.stack(weight.aminmax()).isfinite().all()):
                     raise ModelError(
                         f"layer {index}: {self._path}.{index}.{name} holds NaN or infinity;"

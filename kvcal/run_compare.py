@@ -38,7 +38,7 @@ def run_compare(
     opening.quiet_libraries()
     if request.output is not None and request.output.exists() and not request.overwrite:
         raise OutputError(f"{request.output} exists; give --overwrite to replace what compare wrote there")
-    device = models.device_named(request.device)
+    where = request.placement
     wanted = {scheme.name_of(name): scheme.load(name) for name in names or scheme.shipped()}
     if not names:
         wanted = {name: each for name, each in wanted.items() if each.mixed is None}
@@ -52,7 +52,7 @@ def run_compare(
     tokenizer = models.load_tokenizer(source.folder, request.trust)
     text = opening.calibration_text(tried, tokenizer, narrator)
     held_out = opening.held_out_text(tried, tokenizer, narrator)
-    model = opening.load(source.folder, tried, device, request, narrator)
+    model = opening.load(source.folder, tried, where, request, narrator)
     clock.lap("load")
     mixed = [s.mixed.samples for s in wanted.values() if s.mixed is not None]
     setting, judging = folding.split(text, max(mixed)) if mixed else (text, text)

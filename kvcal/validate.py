@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvcal import capture, forward, paged_cache
+from kvcal import capture, forward, models, paged_cache
 from kvcal.cache import QuantizedCache
 from kvcal.data import TokenSet
 from kvcal.errors import StatisticsError
@@ -63,7 +63,7 @@ def validate(
     on_tokens: Callable[[float], None] = lambda _: None,
 ) -> Validation:
     """Run each sample alone through the model and compare attention layer by layer as it passes."""
-    backend = dispatch.choose(model.device)
+    backend = dispatch.choose(models.device_of(model))
     on = functools.cache(cache.to)
     sums: dict[int, list[torch.Tensor]] = {}
     used: set[str] = set()

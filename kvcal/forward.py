@@ -22,7 +22,7 @@ def parts(model: Any, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
         yield from ([batch] for batch in batches)
 
 
-def steps(model: Any, part: Sequence[Batch], chunk: int | None = None) -> Iterator[Step]:
+def steps(model: Any, part: Sequence[Batch]) -> Iterator[Step]:
     """One forward pass over a part, without the output head.
 
     Run each step before the next is taken. Every attention layer sees every token in exactly one step, as a
@@ -31,14 +31,13 @@ def steps(model: Any, part: Sequence[Batch], chunk: int | None = None) -> Iterat
     Args:
         model: as loaded.
         part: one of :func:`parts`.
-        chunk: columns of a longer batch are run so many at a time.
     """
     if isinstance(model, Layerwise):
-        yield from model.steps(part, chunk)
+        yield from model.steps(part)
         return
     for batch in part:
         cache: Cache | None = None
-        for queries in batch.pieces(chunk):
+        for queries in batch.pieces():
             cache = _cache(model, batch, queries, cache)
             yield Step(
                 batch,
@@ -52,7 +51,6 @@ def logits(
     model: Any,
     part: Sequence[Batch],
     variants: Sequence[Context],
-    chunk: int | None = None,
     on_tokens: Callable[[float], None] = lambda _: None,
 ) -> Iterator[tuple[Batch, slice, int, torch.Tensor]]:
     """Logits of each batch, piece and variant, in this order.
@@ -61,18 +59,17 @@ def logits(
         model: as loaded.
         part: one of :func:`parts`.
         variants: contexts that each open anew for every forward pass.
-        chunk: as of :func:`steps`.
         on_tokens: hears of each finished step as its share of the tokens.
 
     Yields:
         The batch, its columns, the index of the variant, and logits ``(batch, tokens, vocab)``.
     """
     if isinstance(model, Layerwise):
-        yield from model.logits(part, variants, chunk, on_tokens)
+        yield from model.logits(part, variants, on_tokens)
         return
     for batch in part:
         caches: list[Cache | None] = [None] * len(variants)
-        for queries in batch.pieces(chunk):
+        for queries in batch.pieces():
             for index, variant in enumerate(variants):
                 caches[index] = _cache(model, batch, queries, caches[index])
                 with variant():

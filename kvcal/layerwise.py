@@ -113,19 +113,18 @@ class Layerwise:
         parameter: torch.Tensor = self._model.get_parameter(name)
         return parameter
 
-    def steps(self, batches: Sequence[Batch], chunk: int | None) -> Iterator[Step]:
+    def steps(self, batches: Sequence[Batch]) -> Iterator[Step]:
         """Every layer over every batch, layer by layer; run each step before the next is taken."""
-        yield from self._steps(self._pieces(batches, chunk, 1), (nullcontext,))
+        yield from self._steps(self._pieces(batches, 1), (nullcontext,))
 
     def logits(
         self,
         batches: Sequence[Batch],
         variants: Sequence[Context],
-        chunk: int | None,
         on_tokens: Callable[[float], None],
     ) -> Iterator[tuple[Batch, slice, int, torch.Tensor]]:
         """Logits ``(batch, tokens, vocab)`` of each batch, piece and variant, in this order."""
-        pieces = self._pieces(batches, chunk, len(variants))
+        pieces = self._pieces(batches, len(variants))
         for step in self._steps(pieces, variants):
             step.run()
             on_tokens(step.tokens)
@@ -150,12 +149,12 @@ class Layerwise:
                             _Run(layer, piece, index, variant, context, caches[variant], self.device),
                         )
 
-    def _pieces(self, batches: Sequence[Batch], chunk: int | None, variants: int) -> list[_Piece]:
+    def _pieces(self, batches: Sequence[Batch], variants: int) -> list[_Piece]:
         """What every layer will be called with, and the hidden states before the first."""
         pieces = []
         for batch in batches:
             cache: Cache | None = None
-            for queries in batch.pieces(chunk):
+            for queries in batch.pieces():
                 if queries.start == 0:
                     cache = self._cache(batch, queries)
                 inputs = batch.inputs(self.device, queries) | {

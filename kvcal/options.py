@@ -59,6 +59,9 @@ Column = Annotated[str | None, typer.Option("--dataset-column", help="Text or ch
 Samples = Annotated[int | None, typer.Option("--samples", help="Calibration samples.")]
 EvaluationSamples = Annotated[int | None, typer.Option("--evaluation-samples", help="Held-out samples.")]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens per sample, at most.")]
+Chunk = Annotated[
+    int | None, typer.Option("--chunk", help="Longer samples run so many tokens at a time, over a cache.")
+]
 BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Samples per forward pass.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the sampling.")]
 Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")]
@@ -101,6 +104,7 @@ _TEXT_FIELDS = {
     "dataset_split": "split",
     "dataset_column": "column",
     "seq_len": "seq_len",
+    "chunk": "chunk",
 }
 EVALUATION_FIELDS: dict[str, tuple[str, ...]] = {
     **{option: (f"evaluation.{field}",) for option, field in _TEXT_FIELDS.items()},

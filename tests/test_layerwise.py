@@ -71,7 +71,7 @@ def test_a_layer_is_read_when_its_turn_comes_and_dropped_after_it(tmp_path: Path
     _, streamed, _ = both(tiny.save(tmp_path / "model"))
     layers = streamed._model.model.layers
     held = []
-    for step in streamed.steps(list(token_set(MIXED).batches(3)), None):
+    for step in streamed.steps(list(token_set(MIXED).batches(3))):
         step.run()
         held.append([not any(p.is_meta for p in layer.parameters()) for layer in layers])
         assert not any(p.is_meta for p in layers[held[-1].index(True)].parameters())
@@ -82,7 +82,7 @@ def test_a_layer_is_read_when_its_turn_comes_and_dropped_after_it(tmp_path: Path
 def test_a_step_that_fails_leaves_no_layer_behind(tmp_path: Path) -> None:
     _, streamed, _ = both(tiny.save(tmp_path / "model"))
     layers = streamed._model.model.layers
-    steps = streamed.steps(list(token_set([20]).batches(1)), None)
+    steps = streamed.steps(list(token_set([20]).batches(1)))
     next(steps).run()
     steps.close()
     assert all(p.is_meta for p in layers.parameters())

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import torch
 
-from kvcal import basis, calibrate, evaluate, folding, formats, objectives, scales, storage
+from kvcal import basis, calibrate, evaluate, folding, formats, forward, objectives, scales, storage
 from kvcal.cache import QuantizedCache
 from kvcal.calibrate import View
 from kvcal.data import TokenSet
@@ -119,8 +119,9 @@ def capture_overhead(
     device = model.device
 
     def plain() -> None:
-        for batch in tokens.batches(plan.recipe.calibration.batch_size):
-            model.base_model(**batch.inputs(device), use_cache=False)
+        for part in forward.parts(model, tokens.batches(plan.recipe.calibration.batch_size)):
+            for step in forward.steps(model, part):
+                step.run()
 
     def collect(depth: Collect) -> Callable[[], object]:
         return lambda: calibrate.calibrate(model, plan, tokens, collect=depth)

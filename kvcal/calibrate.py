@@ -7,16 +7,18 @@ sample: the middles of as many equal parts of it, each standing for all queries 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kvcal import capture, formats, models, rotary
+from kvcal import capture, formats, forward, models, rotary
 from kvcal.arch import LayerSpec
 from kvcal.data import Batch, TokenSet
 from kvcal.errors import ModelError, StatisticsError
+from kvcal.layerwise import Step
 from kvcal.plan import Plan
 from kvcal.recipe import SIDES, Side
 from kvcal.statistics import Collect, Collector, Statistics
@@ -72,73 +74,113 @@ def views(
     """Statistics in several views from one pass; otherwise as :func:`calibrate`."""
     specs = {layer.index: layer for layer in layers}
     shapes = _shapes(layers)
+    device = models.device_of(model)
     # Counts are those of FP8 at scale 1.0, whatever the format: that is where range matters.
-    collectors = {view: Collector(shapes, collect, formats.FP8_E4M3, model.device) for view in wanted}
+    collectors = {view: Collector(shapes, collect, formats.FP8_E4M3, device) for view in wanted}
+    if any(view.before_rope for view in wanted):  # queries meet angles of all positions before theirs
+        tokens = dataclasses.replace(tokens, chunk=None)
     spans: list[slice] = []
+    start = 0
     kept: dict[int, torch.Tensor | None] = {}
 
     def observe(call: capture.AttentionCall) -> None:
-        for side, x in _seen(call, specs.get(call.layer), View()).items():
+        newest = _newest(call)
+        for side, x in _seen(newest, specs.get(call.layer), View()).items():
             _require_shape(shapes, call.layer, side, x)
         weights = []
         if collect == "distribution":
-            weights = [attention_weights(call, sample, span) for sample, span in enumerate(spans)]
+            weights = [attention_weights(call, sample, span, start) for sample, span in enumerate(spans)]
         for view, collector in collectors.items():
             keep = kept[view.skip]
-            for side, x in _seen(call, specs[call.layer], view).items():
+            for side, x in _seen(newest, specs[call.layer], view).items():
                 collector.see(call.layer, side, x, keep)
             for sample, (span, weight) in enumerate(zip(spans, weights, strict=False)):
-                counted = call.value[sample, :, span][:, view.skip :]
-                collector.see_weighted(call.layer, counted, weight[:, view.skip :])
+                columns, first = _cached(call, span, start)
+                counted = slice(max(0, view.skip - first), None)
+                value = call.value[sample, :, columns]
+                collector.see_weighted(call.layer, value[:, counted], weight[:, counted])
 
     first = True
     with capture.intercept(model, observe, rotary=any(view.before_rope for view in wanted)):
-        for batch in tokens.batches(batch_size):
-            spans = _spans(batch)
-            kept = {view.skip: _kept(batch, spans, view.skip, model.device) for view in wanted}
-            model.base_model(**batch.inputs(model.device), use_cache=False)
-            for collector in collectors.values():
-                collector.end_batch()
-                if first:  # a broken model should not cost a whole run
+        for part in forward.parts(model, tokens.batches(batch_size)):
+            for step in forward.steps(model, part):
+                spans, start = _spans(step.batch), step.queries.start
+                kept = {view.skip: _kept(step, spans, view.skip, device) for view in wanted}
+                step.run()
+                for collector in collectors.values():
+                    collector.end_batch()
+                on_tokens(step.tokens)
+            if first:  # a broken model should not cost a whole run
+                for collector in collectors.values():
                     _require_sound(collector.statistics(), model)
             first = False
-            on_tokens(batch.tokens)
     found = {view: collector.statistics() for view, collector in collectors.items()}
     for statistics in found.values():
         _require_sound(statistics, model)
     return found
 
 
-def attention_weights(call: capture.AttentionCall, sample: int, span: slice) -> torch.Tensor:
+def attention_weights(call: capture.AttentionCall, sample: int, span: slice, start: int = 0) -> torch.Tensor:
     """Σ p² of each token over the queries that see it and the query heads of its KV head.
 
     ``p`` is the softmax of what the layer attends with. Of more than 32 queries the sum is estimated from 32,
-    so that its expectation is that over all.
+    so that its expectation is that over all. Of a sample that is run in chunks, what the queries of all
+    chunks give to a token adds up to the same.
 
     Args:
         call: what the layer attends with.
         sample: row of the batch.
-        span: where the sample's tokens are, padding left out.
+        span: columns of the batch that are the sample's tokens, padding left out.
+        start: column of the first query.
 
     Returns:
-        ``(kv_heads, tokens)`` float32.
+        ``(kv_heads, tokens)`` float32, of those tokens of the sample that are in the cache or among the
+        queries.
     """
-    k = call.key[sample, :, span].float()
-    kv_heads, tokens, head_dim = k.shape
+    columns, first = _cached(call, span, start)
+    k = call.key[sample, :, columns].float()
+    kv_heads, keys, head_dim = k.shape
+    tokens = span.stop - span.start
     queries = min(tokens, _QUERIES)
-    position = torch.arange(tokens, device=k.device)
-    chosen = ((2 * position[:queries] + 1) * tokens) // (2 * queries)
-    q = call.query[sample, :, span][:, chosen].float() * call.scaling
+    # Positions in the sample ascend, so those of this chunk follow one another.
+    middles = [((2 * i + 1) * tokens) // (2 * queries) for i in range(queries)]
+    here = [i for i, x in enumerate(middles) if 0 <= x + span.start - start < call.query.shape[2]]
+    if not here or not keys:
+        return k.new_zeros(kv_heads, keys)
+    index = torch.arange(here[0], here[-1] + 1, device=k.device)
+    chosen = ((2 * index + 1) * tokens) // (2 * queries)
+    q = call.query[sample, :, chosen + (span.start - start)].float() * call.scaling
     logits = q.reshape(kv_heads, -1, head_dim) @ k.mT
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
+    position = torch.arange(first, first + keys, device=k.device)
     hidden = position > chosen.unsqueeze(1)
     if call.window is not None:
         hidden |= position <= chosen.unsqueeze(1) - call.window
     # Added, not filled in: a mask that broadcasts is many times slower to fill on a CPU.
     bias = logits.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
-    each = logits.view(kv_heads, -1, queries, tokens) + bias
-    return each.softmax(-1).square_().sum((1, 2)) * (tokens / queries)
+    each = logits.view(kv_heads, -1, len(here), keys) + bias
+    found: torch.Tensor = each.softmax(-1).square_().sum((1, 2)) * (tokens / queries)
+    return found
+
+
+def _cached(call: capture.AttentionCall, span: slice, start: int) -> tuple[slice, int]:
+    """Where a sample's tokens are among the keys, and the position of the first of them.
+
+    A sliding window's cache has forgotten the oldest.
+    """
+    end = start + call.query.shape[2]
+    oldest = end - call.key.shape[2]
+    first = max(span.start, oldest)
+    return slice(first - oldest, max(first, min(span.stop, end)) - oldest), first - span.start
+
+
+def _newest(call: capture.AttentionCall) -> capture.AttentionCall:
+    """The call without keys and values that earlier chunks have left."""
+    old = call.key.shape[2] - call.query.shape[2]
+    if not old:
+        return call
+    return dataclasses.replace(call, key=call.key[:, :, old:], value=call.value[:, :, old:])
 
 
 def _spans(batch: Batch) -> list[slice]:
@@ -157,14 +199,15 @@ def _seen(call: capture.AttentionCall, layer: LayerSpec | None, view: View) -> d
     }
 
 
-def _kept(batch: Batch, spans: list[slice], skip: int, device: torch.device) -> torch.Tensor | None:
-    """``(batch, tokens)`` bool of what is counted; None where that is everything."""
+def _kept(step: Step, spans: list[slice], skip: int, device: torch.device) -> torch.Tensor | None:
+    """``(batch, queries)`` bool of what is counted; None where that is everything."""
+    batch = step.batch
     if not skip:
-        return None if batch.keep is None else batch.keep.to(device)
+        return None if batch.keep is None else batch.keep[:, step.queries].to(device)
     keep = batch.attention_mask.bool().clone()
     for row, span in enumerate(spans):
         keep[row, span.start : span.start + skip] = False
-    return keep.to(device)
+    return keep[:, step.queries].to(device)
 
 
 def _shapes(layers: Sequence[LayerSpec]) -> dict[tuple[int, Side], tuple[int, int]]:

@@ -23,10 +23,12 @@ from kvcal.options import (
     AllowPickle,
     BatchSize,
     BitsBudget,
+    Chunk,
     Column,
     Dataset,
     Deliver,
     Device,
+    DeviceMap,
     Engine,
     EvaluationDataset,
     EvaluationSamples,
@@ -35,6 +37,7 @@ from kvcal.options import (
     GranularityName,
     Json,
     MaxKL,
+    MaxMemory,
     Model,
     RecipeName,
     Revision,
@@ -93,12 +96,15 @@ def calibrate(
     samples: Samples = None,
     evaluation_samples: EvaluationSamples = None,
     seq_len: SeqLen = None,
+    chunk: Chunk = None,
     batch_size: BatchSize = None,
     seed: Seed = None,
     output: Annotated[Path | None, typer.Option(help="Checkpoint folder to write.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output after success.")] = False,
     revision: Revision = None,
     device: Device = "auto",
+    device_map: DeviceMap = "one",
+    max_memory: MaxMemory = None,
     trust_remote_code: TrustRemoteCode = False,
     allow_pickle: AllowPickle = False,
     as_json: Json = False,
@@ -110,7 +116,17 @@ def calibrate(
     from kvcal import report, run
 
     wanted = changes(ctx, CALIBRATION_FIELDS)
-    request = request_of(model, revision, device, trust_remote_code, allow_pickle, output, overwrite)
+    request = request_of(
+        model,
+        revision,
+        device,
+        trust_remote_code,
+        allow_pickle,
+        output,
+        overwrite,
+        device_map=device_map,
+        max_memory=max_memory,
+    )
     document, folder = run.run_calibrate(request, recipe_named(recipe, wanted), terminal.narrator())
     if as_json:
         terminal.print_json(document | {"folder": str(folder)})
@@ -142,6 +158,7 @@ def plan(
     samples: Samples = None,
     evaluation_samples: EvaluationSamples = None,
     seq_len: SeqLen = None,
+    chunk: Chunk = None,
     batch_size: BatchSize = None,
     seed: Seed = None,
     revision: Revision = None,
@@ -341,7 +358,10 @@ def validate(
     dataset_split: Split = None,
     dataset_column: Column = None,
     seq_len: SeqLen = None,
+    chunk: Chunk = None,
     device: Device = "auto",
+    device_map: DeviceMap = "one",
+    max_memory: MaxMemory = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
@@ -352,7 +372,13 @@ def validate(
     from kvcal import report, run
 
     wanted = changes(ctx, EVALUATION_FIELDS)
-    request = request_of(str(folder), device=device, trust_remote_code=trust_remote_code)
+    request = request_of(
+        str(folder),
+        device=device,
+        trust_remote_code=trust_remote_code,
+        device_map=device_map,
+        max_memory=max_memory,
+    )
     found = run.run_validate(folder, request, wanted, terminal.narrator())
     if as_json:
         terminal.print_json(report.validation_document(found))
@@ -369,7 +395,10 @@ def evaluate(
     dataset_column: Column = None,
     samples: Annotated[int | None, typer.Option(help="Held-out samples.")] = None,
     seq_len: SeqLen = None,
+    chunk: Chunk = None,
     device: Device = "auto",
+    device_map: DeviceMap = "one",
+    max_memory: MaxMemory = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
@@ -380,7 +409,13 @@ def evaluate(
     from kvcal import report, run
 
     wanted = changes(ctx, EVALUATION_FIELDS)
-    request = request_of(str(folder), device=device, trust_remote_code=trust_remote_code)
+    request = request_of(
+        str(folder),
+        device=device,
+        trust_remote_code=trust_remote_code,
+        device_map=device_map,
+        max_memory=max_memory,
+    )
     found = run.run_evaluate(folder, request, wanted, terminal.narrator())
     document = report.fidelity_document(found)
     if as_json:

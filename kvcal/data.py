@@ -34,11 +34,15 @@ _TXT_DOCUMENT_CHARS = 4000
 
 @dataclass(frozen=True)
 class Batch:
-    """Token ids ``(batch, tokens)`` with the mask of real tokens and their positions."""
+    """Token ids ``(batch, tokens)`` with the mask of real tokens and their positions.
+
+    ``chunk``: so many columns at most are run at a time; None is all of them.
+    """
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     position_ids: torch.Tensor
+    chunk: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -49,23 +53,39 @@ class Batch:
         """``(batch, tokens)`` bool mask of real tokens; None if nothing is padded."""
         return None if bool(self.attention_mask.all()) else self.attention_mask.bool()
 
-    def inputs(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Keyword arguments of a model's forward pass.
+    def inputs(self, device: torch.device, queries: slice = slice(None)) -> dict[str, torch.Tensor]:
+        """Keyword arguments of a model's forward pass, over columns of which the earlier are in a cache.
 
         Without padding only ``input_ids`` are given, so that models can use their fastest causal path.
         """
-        named = {"input_ids": self.input_ids}
+        named = {"input_ids": self.input_ids[:, queries]}
         if self.keep is not None:
-            named |= {"attention_mask": self.attention_mask, "position_ids": self.position_ids}
+            named["attention_mask"] = self.attention_mask[:, : queries.stop]
+            named["position_ids"] = self.position_ids[:, queries]
         return {name: tensor.to(device) for name, tensor in named.items()}
+
+    def pieces(self) -> Iterator[slice]:
+        """Columns that are run at a time, in order."""
+        width = self.input_ids.shape[1]
+        step = self.chunk or width
+        for start in range(0, width, step):
+            yield slice(start, min(start + step, width))
+
+    def tokens_in(self, queries: slice) -> int:
+        """Real tokens in some columns."""
+        return int(self.attention_mask[:, queries].sum())
 
 
 @dataclass(frozen=True)
 class TokenSet:
-    """Samples of token ids, what they hash to, and what the user should know about them."""
+    """Samples of token ids, what they hash to, and what the user should know about them.
+
+    ``chunk``: longer samples are run so many tokens at a time; None is whole.
+    """
 
     samples: tuple[tuple[int, ...], ...]
     notices: tuple[str, ...] = field(default=())
+    chunk: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -81,7 +101,7 @@ class TokenSet:
         """Batches of samples of similar length, longest first, padded with token 0."""
         ordered = sorted(self.samples, key=len, reverse=True)
         for start in range(0, len(ordered), batch_size):
-            yield _pad(ordered[start : start + batch_size], padding_side)
+            yield _pad(ordered[start : start + batch_size], padding_side, self.chunk)
 
 
 def load(text: Text, tokenizer: Any, role: Role, seq_len: int, seed: int) -> TokenSet:
@@ -118,7 +138,7 @@ def load(text: Text, tokenizer: Any, role: Role, seq_len: int, seed: int) -> Tok
             f"{role}: {len(samples)} samples of at most {seq_len} tokens, fewer than the {text.samples}"
             f" asked; {text.dataset} has no more text for {role}"
         )
-    return TokenSet(tuple(samples), tuple(notices))
+    return TokenSet(tuple(samples), tuple(notices), text.chunk)
 
 
 def belongs_to(document: Document) -> Role:
@@ -267,7 +287,7 @@ def _bos(tokenizer: Any) -> list[int]:
     return [bos] if bos is not None and with_special[:1] == [bos] and without[:1] != [bos] else []
 
 
-def _pad(samples: list[tuple[int, ...]], side: Literal["left", "right"]) -> Batch:
+def _pad(samples: list[tuple[int, ...]], side: Literal["left", "right"], chunk: int | None) -> Batch:
     width = max(map(len, samples))
     input_ids = torch.zeros(len(samples), width, dtype=torch.long)
     attention_mask = torch.zeros_like(input_ids)
@@ -277,4 +297,4 @@ def _pad(samples: list[tuple[int, ...]], side: Literal["left", "right"]) -> Batc
         attention_mask[row, real] = 1
     # Positions are given: models derive them from the tensor's shape and would shift a left-padded row.
     position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-    return Batch(input_ids, attention_mask, position_ids)
+    return Batch(input_ids, attention_mask, position_ids, chunk)

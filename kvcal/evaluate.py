@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kvcal import capture
+from kvcal import capture, forward
 from kvcal.cache import Cache, QuantizedCache
-from kvcal.data import TokenSet
+from kvcal.data import Batch, TokenSet
 from kvcal.errors import ModelError
 from kvcal.plan import Plan
 
@@ -109,28 +109,39 @@ def fidelities(
 
     ``on_tokens`` hears of each finished pass as its share of the batch's tokens.
     """
-    tallies = {name: _Tally() for name in variants}
-    for batch in tokens.batches(batch_size):
-        inputs = batch.inputs(model.device)
-        keep = batch.attention_mask.bool().to(model.device)
-        expected = model(**inputs, use_cache=False).logits
-        share = batch.tokens / (1 + len(variants))
-        on_tokens(share)
-        for name, variant in variants.items():
-            with variant.weights(), through(model, variant.cache, with_query=variant.with_query):
-                found = model(**inputs, use_cache=False).logits
-            tallies[name].add(expected, found, inputs["input_ids"], keep)
-            on_tokens(share)
-    return {name: tally.fidelity() for name, tally in tallies.items()}
+    tallies = [_Tally() for _ in variants]
+    contexts = (nullcontext, *(_opener(model, variant) for variant in variants.values()))
+    for part in forward.parts(model, tokens.batches(batch_size)):
+        expected = torch.empty(0)
+        for batch, queries, index, logits in forward.logits(model, part, contexts, on_tokens=on_tokens):
+            if index == 0:
+                expected = logits
+            else:
+                tallies[index - 1].add(expected, logits, batch, queries)
+    return {name: tally.fidelity() for name, tally in zip(variants, tallies, strict=True)}
 
 
 def through(model: Any, cache: Cache | None, *, with_query: bool = False) -> AbstractContextManager[None]:
     """Context in which every layer attends to K and V as the quantized cache gives them back."""
+    return _opener(model, Variant(cache, with_query))()
+
+
+def _opener(model: Any, variant: Variant) -> Callable[[], AbstractContextManager[None]]:
+    """What puts the model into a variant, again and again; a device gets its copy of the cache once."""
+    cache = variant.cache
     if cache is None:
-        return nullcontext()
-    held = cache.to(model.device)
-    replace = functools.partial(held.replace, with_query=with_query)
-    return capture.intercept(model, replace, rotary=held.needs_rotary)
+        return variant.weights
+    on = functools.cache(cache.to)
+
+    def replace(call: capture.AttentionCall) -> capture.Tensors | capture.Versions:
+        return on(call.query.device).replace(call, with_query=variant.with_query)
+
+    @contextmanager
+    def opened() -> Iterator[None]:
+        with variant.weights(), capture.intercept(model, replace, rotary=cache.needs_rotary):
+            yield
+
+    return opened
 
 
 class _Tally:
@@ -142,19 +153,20 @@ class _Tally:
         self._loss: list[torch.Tensor] = []
         self._loss_reference: list[torch.Tensor] = []
 
-    def add(
-        self, expected: torch.Tensor, found: torch.Tensor, input_ids: torch.Tensor, keep: torch.Tensor
-    ) -> None:
-        """``expected`` and ``found`` are logits ``(batch, tokens, vocab)``."""
-        for row in range(expected.shape[0]):
+    def add(self, expected: torch.Tensor, found: torch.Tensor, batch: Batch, queries: slice) -> None:
+        """``expected`` and ``found`` are logits ``(batch, tokens, vocab)`` of some columns of a batch."""
+        for row, real in enumerate(batch.attention_mask.bool()):
             # One row at a time: with a large vocabulary, two more copies of a batch of logits do not fit.
-            p = expected[row][keep[row]].float().log_softmax(-1)
-            q = found[row][keep[row]].float().log_softmax(-1)
+            keep = real[queries].to(expected.device)
+            p = expected[row][keep].float().log_softmax(-1)
+            q = found[row][keep].float().log_softmax(-1)
             self._kl.append((p.exp() * (p - q)).sum(-1).double().cpu())
             self._same.append((p.argmax(-1) == q.argmax(-1)).cpu())
-            label = input_ids[row][keep[row]][1:, None]
-            self._loss_reference.append(-p[:-1].gather(-1, label).flatten().double().cpu())
-            self._loss.append(-q[:-1].gather(-1, label).flatten().double().cpu())
+            # The next token of the last column is behind it, if the sample goes on.
+            ahead = slice(queries.start, queries.stop + 1)
+            label = batch.input_ids[row, ahead][real[ahead]][1:, None].to(expected.device)
+            for losses, logs in ((self._loss_reference, p), (self._loss, q)):
+                losses.append(-logs[: len(label)].gather(-1, label).flatten().double().cpu())
 
     def fidelity(self) -> Fidelity:
         kl = torch.cat(self._kl)

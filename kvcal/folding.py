@@ -57,7 +57,8 @@ def split(tokens: TokenSet, judging: int) -> tuple[TokenSet, TokenSet]:
     count = max(1, min(judging, len(tokens.samples) // 2))
     if len(tokens.samples) == 1:
         return tokens, tokens
-    return TokenSet(tokens.samples[:-count]), TokenSet(tokens.samples[-count:])
+    shaping, judged = tokens.samples[:-count], tokens.samples[-count:]
+    return replace(tokens, samples=shaping, notices=()), replace(tokens, samples=judged, notices=())
 
 
 def rounds(plan: Plan) -> int:

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from kvcal import __version__
+from kvcal import __version__, models
 from kvcal.data import TokenSet
+from kvcal.layerwise import Layerwise
 from kvcal.plan import Plan
 from kvcal.recipe import Text
 from kvcal.sources import Source
@@ -23,8 +24,11 @@ from kvcal.trial import Trial
 
 def compute_of(model: Any) -> dict[str, str]:
     """Where and in which dtype a model computes."""
+    spread = getattr(model, "hf_device_map", {})
+    spread_out = len(spread) > 1 or "disk" in spread.values()
     return {
-        "device": str(model.device),
+        "device": str(models.device_of(model)),
+        "device_map": "layerwise" if isinstance(model, Layerwise) else "auto" if spread_out else "one",
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": model.config._attn_implementation,
     }

@@ -24,6 +24,8 @@ from kvcal.transforms import key_hadamard, proof
 from kvcal.validate import Validation
 
 VALIDATION_SAMPLES = 2
+# The definition of attention holds all scores of a layer.
+VALIDATION_TOKENS = 4096
 _PROOF_TOKENS = 128
 
 Weights = Callable[[], AbstractContextManager[None]]
@@ -189,8 +191,11 @@ def prove_written(folds: Folds, written: Any) -> Folds:
 
 
 def validated(model: Any, cache: QuantizedCache, held_out: data.TokenSet, narrator: Narrator) -> Validation:
-    """Attention error on the first held-out samples."""
-    few = data.TokenSet(held_out.samples[:VALIDATION_SAMPLES])
+    """Attention error on the first tokens of the first held-out samples."""
+    first = held_out.samples[:VALIDATION_SAMPLES]
+    few = data.TokenSet(tuple(sample[:VALIDATION_TOKENS] for sample in first))
+    if few.tokens < sum(map(len, first)):
+        narrator.notice(f"attention error is that of the first {VALIDATION_TOKENS:,} tokens of a sample")
     with narrator.bar("validate", few.tokens) as on_tokens:
         return validate.validate(model, cache, few, on_tokens=on_tokens)
 

@@ -100,6 +100,45 @@ def load(folder: Path, spec: ModelSpec, device: torch.device, trust: Trust) -> A
     Raises:
         ModelError: weights are missing, broken, pickled, not finite or others than the config says.
     """
+    try:
+        model = read(folder, spec, dtype_on(device, spec), trust, {"device_map": str(device)})
+    except torch.OutOfMemoryError:
+        raise ModelError(
+            f"{folder}: does not fit into the memory of {device}; try --device-map layerwise"
+        ) from None
+    require_finite(folder, model)
+    return model
+
+
+def require_finite(folder: Path, model: Any) -> None:
+    """Refuse a model with NaN or infinity among its weights."""
+    broken = non_finite_weight(model)
+    if broken is not None:
+        raise ModelError(f"{folder}: {_named(broken)} holds NaN or infinity; download the model again")
+
+
+def dtype_on(device: torch.device, spec: ModelSpec) -> torch.dtype:
+    """What a model computes in."""
+    found: torch.dtype = torch.float32 if device.type == "cpu" else getattr(torch, spec.dtype)
+    return found
+
+
+def without_weights(folder: Path, trust: Trust) -> Any:
+    """The model as its class makes it, on whatever device is the default."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(_config(folder, trust), trust_remote_code=trust.remote_code)
+
+
+def read(folder: Path, spec: ModelSpec, dtype: torch.dtype, trust: Trust, where: dict[str, Any]) -> Any:
+    """The model in evaluation mode, with the checkpoint's weights, which may hold NaN.
+
+    ``where`` is passed to transformers: a device map and what belongs to it.
+
+    Raises:
+        ModelError: as of :func:`load`.
+        torch.OutOfMemoryError: weights do not fit.
+    """
     from transformers import AutoModelForCausalLM
 
     pickled = is_pickled(folder)
@@ -107,29 +146,48 @@ def load(folder: Path, spec: ModelSpec, device: torch.device, trust: Trust) -> A
         weight_map(folder)
     config = _config(folder, trust)
     _as_base(config)
-    dtype = torch.float32 if device.type == "cpu" else getattr(torch, spec.dtype)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
-            device_map=str(device),
             # Scaled dot-product attention drops the logit softcap without a word.
             attn_implementation="eager" if spec.softcap is not None else "sdpa",
             use_safetensors=not pickled,
             ignore_mismatched_sizes=True,  # refused below, by name
             trust_remote_code=trust.remote_code,
             output_loading_info=True,
+            **where,
         )
     except torch.OutOfMemoryError:
-        raise ModelError(f"{folder}: does not fit into the memory of {device}; try --device cpu") from None
+        raise
     except Exception as error:  # transformers raises whatever its loaders raise
         raise ModelError(f"{folder}: cannot be loaded: {_one_line(error)}") from None
     _require_same_weights(folder, info)
-    broken = non_finite_weight(model)
-    if broken is not None:
-        raise ModelError(f"{folder}: {_named(broken)} holds NaN or infinity; download the model again")
     return model.eval()
+
+
+def device_of(model: Any) -> torch.device:
+    """Where a model takes its inputs; that of its first weight is ``meta`` if accelerate has offloaded it."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    hook = getattr(embedding, "_hf_hook", None)
+    return torch.device(model.device if hook is None else hook.execution_device)
+
+
+def weight(model: Any, name: str) -> torch.Tensor:
+    """A parameter by name, read from the disk if it is there."""
+    from transformers.integrations.accelerate import load_offloaded_parameter
+
+    found: torch.Tensor = model.get_parameter(name)
+    return load_offloaded_parameter(model, name) if found.is_meta else found
+
+
+def quantization(folder: Path, trust: Trust) -> str | None:
+    """How the weights are quantized; None if they are not, whatever is said of the cache."""
+    config = _config(folder, trust)
+    _as_base(config)
+    section = getattr(config, "quantization_config", None)
+    return None if section is None else f"quantized ({dict(section).get('quant_method')})"
 
 
 def load_tokenizer(folder: Path, trust: Trust) -> Any:
@@ -149,9 +207,10 @@ def load_tokenizer(folder: Path, trust: Trust) -> Any:
 
 def non_finite_weight(model: Any) -> str | None:
     """Name of the first parameter that holds NaN or infinity."""
-    for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point() or parameter.numel() == 0:
+    for name, listed in model.named_parameters():
+        if not listed.is_floating_point() or listed.numel() == 0:
             continue
+        parameter = weight(model, name) if listed.is_meta else listed
         # One pass without a temporary; 8-bit floats have no comparison of their own.
         ends = (parameter.float() if parameter.itemsize == 1 else parameter).detach().aminmax()
         if not bool(torch.stack(ends).isfinite().all()):

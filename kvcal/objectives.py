@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kvcal import histogram
+from kvcal import histogram, models
 from kvcal.arch import ModelSpec
 from kvcal.errors import StatisticsError, UsageError
 from kvcal.formats import KVFormat
@@ -123,7 +123,9 @@ def value_weights(model: Any, spec: ModelSpec) -> dict[int, torch.Tensor]:
     """:func:`value_weight` of every layer of a model as its weights are now."""
     return {
         layer.index: value_weight(
-            model.get_submodule(f"{layer.module}.{spec.projections.o}").weight, layer.kv_heads, layer.head_dim
+            models.weight(model, f"{layer.module}.{spec.projections.o}.weight"),
+            layer.kv_heads,
+            layer.head_dim,
         )
         for layer in spec.layers
     }

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from kvcal import arch, data, mixed, models, plan, sources
+from kvcal import arch, data, mixed, models, placement, plan, sources
 from kvcal import recipe as recipes
-from kvcal.errors import ModelError, UsageError
+from kvcal.errors import ModelError, PlanRefused, UsageError
 from kvcal.export import bundle
+from kvcal.placement import Placement
 from kvcal.plan import Plan
 from kvcal.progress import Narrator
 from kvcal.scales import Scales
@@ -29,17 +28,39 @@ class Request:
     overwrite: bool = False
     device: str = "auto"
     trust: models.Trust = models.TRUST_NOTHING
+    device_map: str = "one"
+    max_memory: str | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """Where the model goes.
+
+        Raises:
+            UsageError: nothing that there is.
+        """
+        return placement.named(self.device, self.device_map, self.max_memory)
 
 
-def load(
-    folder: Path, resolved: Plan | Trial, device: torch.device, request: Request, narrator: Narrator
-) -> Any:
+def load(folder: Path, resolved: Plan | Trial, where: Placement, request: Request, narrator: Narrator) -> Any:
     """The model with its weights; says so where it computes in another dtype than the checkpoint's."""
-    model = models.load(folder, resolved.model, device, request.trust)
+    model = placement.load(folder, resolved.model, where, request.trust)
     computes = str(model.dtype).removeprefix("torch.")
     if computes != resolved.model.dtype:
-        narrator.say(f"computing in {computes} on {device}; the checkpoint stays {resolved.model.dtype}")
+        narrator.say(
+            f"computing in {computes} on {where.device}; the checkpoint stays {resolved.model.dtype}"
+        )
     return model
+
+
+def require_placeable(resolved: Plan, where: Placement) -> None:
+    """Refuse a job that needs weights where this placement has none.
+
+    Raises:
+        PlanRefused: with every reason found.
+    """
+    reasons = placement.refusals(where, folds=resolved.folds, weights=resolved.recipe.weights is not None)
+    if reasons:
+        raise PlanRefused(reasons)
 
 
 def calibration_text(resolved: Plan | Trial, tokenizer: Any, narrator: Narrator) -> data.TokenSet:

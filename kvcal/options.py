@@ -59,10 +59,27 @@ Column = Annotated[str | None, typer.Option("--dataset-column", help="Text or ch
 Samples = Annotated[int | None, typer.Option("--samples", help="Calibration samples.")]
 EvaluationSamples = Annotated[int | None, typer.Option("--evaluation-samples", help="Held-out samples.")]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens per sample, at most.")]
+Chunk = Annotated[
+    int | None, typer.Option("--chunk", help="Longer samples run so many tokens at a time, over a cache.")
+]
 BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Samples per forward pass.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the sampling.")]
 Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+DeviceMap = Annotated[
+    str,
+    typer.Option(
+        "--device-map",
+        help="one (device for the whole model), auto (GPUs, then CPU, then disk, by accelerate) or layerwise"
+        " (one layer at a time on the device, the rest in the checkpoint).",
+    ),
+]
+MaxMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--max-memory", help="Of --device-map auto: 0=70GiB,1=70GiB,cpu=200GiB; what is over, disk."
+    ),
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that the model's folder brings.")
 ]
@@ -87,6 +104,7 @@ _TEXT_FIELDS = {
     "dataset_split": "split",
     "dataset_column": "column",
     "seq_len": "seq_len",
+    "chunk": "chunk",
 }
 EVALUATION_FIELDS: dict[str, tuple[str, ...]] = {
     **{option: (f"evaluation.{field}",) for option, field in _TEXT_FIELDS.items()},
@@ -133,9 +151,12 @@ def request_of(
     allow_pickle: bool = False,
     output: Path | None = None,
     overwrite: bool = False,
+    device_map: str = "one",
+    max_memory: str | None = None,
 ) -> Request:
     """What a command asks for beside the recipe."""
     from kvcal.models import Trust
     from kvcal.opening import Request
 
-    return Request(model, revision, output, overwrite, device, Trust(trust_remote_code, allow_pickle))
+    trust = Trust(trust_remote_code, allow_pickle)
+    return Request(model, revision, output, overwrite, device, trust, device_map, max_memory)

@@ -76,7 +76,8 @@ class Text(Section):
 
     ``dataset`` is ``builtin``, a local .jsonl, .parquet or .txt file, or a hub id or dataset folder
     (with ``split``). ``column`` names the text or chat column; by default ``text``, ``messages``,
-    ``conversations`` or ``prompt``, whichever is there.
+    ``conversations`` or ``prompt``, whichever is there. Samples longer than ``chunk`` are run so many tokens
+    at a time, over a cache.
     """
 
     dataset: Annotated[str, Field(min_length=1)] = "builtin"
@@ -84,6 +85,7 @@ class Text(Section):
     column: str | None = None
     samples: Annotated[int, Field(ge=1)] = 64
     seq_len: Annotated[int, Field(ge=MIN_TOKENS)] = 512
+    chunk: Annotated[int, Field(ge=MIN_TOKENS)] = 4096
 
 
 class Calibration(Text):

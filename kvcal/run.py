@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvcal import (
     arch,
     attention_bench,
@@ -42,6 +40,7 @@ from kvcal.cache import QuantizedCache
 from kvcal.errors import ModelError, UsageError
 from kvcal.export import bundle, naming, targets
 from kvcal.opening import Request
+from kvcal.placement import Placement
 from kvcal.progress import Narrator
 
 LIVE_PROMPTS = (
@@ -59,8 +58,9 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
     records alone if a gate failed.
     """
     opening.quiet_libraries()
-    device = models.device_named(request.device)
+    where = request.placement
     resolved, source = preflight.resolve(request.model, request.revision, recipe, narrator)
+    opening.require_placeable(resolved, where)
     if resolved.engine.standalone:
         raise UsageError(
             f"calibrate writes checkpoints, and {recipe.engine} is none; calibrate for another engine, then"
@@ -79,14 +79,14 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
         text = opening.calibration_text(resolved, tokenizer, narrator)
         held_out = opening.held_out_text(resolved, tokenizer, narrator)
         # No other name for the model: the job must be able to let go of it.
-        loaded = opening.load(source.folder, resolved, device, request, narrator)
+        loaded = opening.load(source.folder, resolved, where, request, narrator)
         job = measure.Job(resolved, loaded, text, held_out, narrator, clock)
         del loaded
         clock.lap("load")
         folds = measure.fold(job) if resolved.folds else None
         base, onto_base = source.folder, folds
         if recipe.weights is not None:
-            base, folds = _quantize_weights(job, source.folder, folds, stage, device, request)
+            base, folds = _quantize_weights(job, source.folder, folds, stage, where, request)
             resolved, onto_base = job.plan, None  # folded already
         outcome = measure.measure(job, onto_base)
         resolved = replace(resolved, skipped_layers=job.plan.skipped_layers)
@@ -101,15 +101,15 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
                 job.forget_model()  # the written one is loaded now, and two may not fit
                 onto_base = folds = onto_base.without_weights()
                 folds = measure.prove_written(
-                    onto_base, opening.load(stage.folder, resolved, device, request, narrator)
+                    onto_base, opening.load(stage.folder, resolved, where, request, narrator)
                 )
             if folds is not None:
                 folds.folding.save(stage.records)
             (stage.records / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
             findings = check.check(stage.folder, recipe.engine)
             clock.lap("export and check")
-            where = str(stage.destination)
-            serve, before = targets.serve_command(where, resolved), targets.before_serving(where, resolved)
+            out = str(stage.destination)
+            serve, before = targets.serve_command(out, resolved), targets.before_serving(out, resolved)
             document = report.build(resolved, outcome, folds, results, findings, serve, before)
             outcome.statistics.save(stage.records / "statistics.safetensors")
             if resolved.granularity is not None and outcome.cache.scales is not None:
@@ -136,7 +136,7 @@ def _quantize_weights(
     base: Path,
     folds: measure.Folds | None,
     stage: bundle.Stage,
-    device: torch.device,
+    where: Placement,
     request: Request,
 ) -> tuple[Path, measure.Folds | None]:
     """Fold, then quantize the weights; the job goes on with the outcome. Returns its folder and the folds."""
@@ -148,7 +148,7 @@ def _quantize_weights(
             folds = folds.without_weights()
             plain = stage.beside("folded")
             bundle.write(folds.folding.onto(bundle.Bundle({}, None)), base, plain)
-            folds = measure.prove_written(folds, opening.load(plain, job.plan, device, request, job.narrator))
+            folds = measure.prove_written(folds, opening.load(plain, job.plan, where, request, job.narrator))
             base = plain
         job.narrator.say(f"quantizing the weights: {scheme}")
         target = stage.beside("quantized")
@@ -157,7 +157,7 @@ def _quantize_weights(
     quantized = arch.read(sources.read_config(target))
     # The KV part of the plan stays as it was; folds are in the weights already.
     job.plan = replace(job.plan, model=replace(quantized, dtype=spec.dtype))
-    job.model = opening.load(target, job.plan, device, request, job.narrator)
+    job.model = opening.load(target, job.plan, where, request, job.narrator)
     return target, folds
 
 
@@ -306,11 +306,11 @@ def _open(
     request: Request, recipe: recipes.Recipe, narrator: Narrator
 ) -> tuple[Any, plan.Plan, data.TokenSet]:
     opening.quiet_libraries()
-    device = models.device_named(request.device)
+    where = request.placement
     resolved, _ = preflight.resolve(request.model, request.revision, recipe, narrator)
     source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
     text = opening.calibration_text(resolved, models.load_tokenizer(source.folder, request.trust), narrator)
-    return opening.load(source.folder, resolved, device, request, narrator), resolved, text
+    return opening.load(source.folder, resolved, where, request, narrator), resolved, text
 
 
 def _reopen(
@@ -320,7 +320,7 @@ def _reopen(
     resolved = opening.recorded_plan(folder, changes)
     cache = _written_cache(folder, resolved)
     tokenizer = models.load_tokenizer(folder, request.trust)
-    model = opening.load(folder, resolved, models.device_named(request.device), request, narrator)
+    model = opening.load(folder, resolved, request.placement, request, narrator)
     return model, resolved, cache, tokenizer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def run_compare(
     opening.quiet_libraries()
     if request.output is not None and request.output.exists() and not request.overwrite:
         raise OutputError(f"{request.output} exists; give --overwrite to replace what compare wrote there")
-    device = models.device_named(request.device)
+    where = request.placement
     wanted = {scheme.name_of(name): scheme.load(name) for name in names or scheme.shipped()}
     if not names:
         wanted = {name: each for name, each in wanted.items() if each.mixed is None}
@@ -52,7 +53,9 @@ def run_compare(
     tokenizer = models.load_tokenizer(source.folder, request.trust)
     text = opening.calibration_text(tried, tokenizer, narrator)
     held_out = opening.held_out_text(tried, tokenizer, narrator)
-    model = opening.load(source.folder, tried, device, request, narrator)
+    # Windows in 16 bits and K before RoPE are known for whole samples only.
+    text, held_out = replace(text, chunk=None), replace(held_out, chunk=None)
+    model = opening.load(source.folder, tried, where, request, narrator)
     clock.lap("load")
     mixed = [s.mixed.samples for s in wanted.values() if s.mixed is not None]
     setting, judging = folding.split(text, max(mixed)) if mixed else (text, text)

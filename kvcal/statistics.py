@@ -202,24 +202,25 @@ class Collector:
         """
         if keep is not None:
             # (kept, heads, head_dim) -> (1, heads, kept, head_dim)
-            x = x.transpose(1, 2)[keep].transpose(0, 1).unsqueeze(0)
+            x = x.transpose(1, 2)[keep.to(x.device)].transpose(0, 1).unsqueeze(0)
         tokens = x.shape[0] * x.shape[2]
         if tokens == 0:
             return
         key = (layer, side)
         self._tokens[key] += tokens
         # (batch, heads, head_dim) each; aminmax, which reads once, takes ten times as long on a CPU
-        self._batch[key] = x.amin(2), x.amax(2)
+        self._batch[key] = self._here(x.amin(2)), self._here(x.amax(2))
         if self._collect == "extremes":
             return
         channels, heads = self._channels[key], self._heads[key]
-        self._total[channels] += _over_tokens(x).flatten()
-        self._squares[channels] += _over_tokens(x.float().square()).flatten()
+        self._total[channels] += self._here(_over_tokens(x)).flatten()
+        self._squares[channels] += self._here(_over_tokens(x.float().square())).flatten()
         magnitude = x.abs()
-        self._saturated[heads] += _above(magnitude, self._fmt.max)
-        self._zeroed[heads] += _above(magnitude, 0.0) - _above(magnitude, self._fmt.rounds_to_zero)
+        self._saturated[heads] += self._here(_above(magnitude, self._fmt.max))
+        zeroed = _above(magnitude, 0.0) - _above(magnitude, self._fmt.rounds_to_zero)
+        self._zeroed[heads] += self._here(zeroed)
         if self._collect == "distribution":
-            found = self._distributions[key]
+            found = self._distribution(key, x.device)
             histogram.count(x.transpose(1, 2), found["histogram"])
             found["moments"] += _second_moments(x, len(found["moments"]))
 
@@ -231,24 +232,34 @@ class Collector:
             v: ``(kv_heads, tokens, head_dim)``, any float dtype.
             weight: ``(kv_heads, tokens)`` float32, not negative.
         """
-        found, wide = self._distributions[layer, "v"], v.float()
+        found, wide = self._distribution((layer, "v"), v.device), v.float()
         found["weighted_moments"] += (wide * weight.unsqueeze(-1)).mT @ wide
         found["weight"] += weight.sum(-1, dtype=torch.float64)
 
+    def _here(self, x: torch.Tensor) -> torch.Tensor:
+        """What a layer on another device found, on that of the sums."""
+        return x.to(self._low.device)
+
+    def _distribution(self, key: tuple[int, Side], device: torch.device) -> dict[str, torch.Tensor]:
+        """The large fields of a layer and side, which stay where its tensors are."""
+        found = self._distributions[key]
+        if found["moments"].device != device:
+            found.update({name: tensor.to(device) for name, tensor in found.items()})
+        return found
+
     def end_batch(self) -> None:
         """Merge the extremes of the tensors seen since the last call."""
-        if not self._batch:
-            return
-        rows = next(iter(self._batch.values()))[0].shape[0]
-        lows, highs = [], []
-        for key, channels in self._channels.items():
-            # A layer that this batch did not reach adds what is known of it already.
-            unseen = self._low[channels].expand(rows, -1), self._high[channels].expand(rows, -1)
-            low, high = self._batch.get(key, unseen)
-            lows.append(low.flatten(1))
-            highs.append(high.flatten(1))
-        self._low = torch.minimum(self._low, torch.cat(lows, 1).amin(0).float())
-        self._high = torch.maximum(self._high, torch.cat(highs, 1).amax(0).float())
+        if self._batch.keys() == self._channels.keys():
+            low, high = (
+                torch.cat([self._batch[key][end].flatten(1) for key in self._channels], 1) for end in (0, 1)
+            )
+            self._low = torch.minimum(self._low, low.amin(0).float())
+            self._high = torch.maximum(self._high, high.amax(0).float())
+        else:  # layer by layer, where going through all of them each time would add up
+            for key, (low, high) in self._batch.items():
+                mine = self._channels[key]
+                self._low[mine] = torch.minimum(self._low[mine], low.flatten(1).amin(0).float())
+                self._high[mine] = torch.maximum(self._high[mine], high.flatten(1).amax(0).float())
         self._batch = {}
 
     def statistics(self) -> Statistics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvcal import capture, paged_cache
+from kvcal import capture, forward, models, paged_cache
 from kvcal.cache import QuantizedCache
 from kvcal.data import TokenSet
 from kvcal.errors import StatisticsError
@@ -62,12 +63,13 @@ def validate(
     on_tokens: Callable[[float], None] = lambda _: None,
 ) -> Validation:
     """Run each sample alone through the model and compare attention layer by layer as it passes."""
-    backend = dispatch.choose(model.device)
-    held = cache.to(model.device)
+    backend = dispatch.choose(models.device_of(model))
+    on = functools.cache(cache.to)
     sums: dict[int, list[torch.Tensor]] = {}
     used: set[str] = set()
 
     def compare(call: capture.AttentionCall) -> None:
+        held = on(call.query.device)
         found = _squared_errors(call, held, backend)
         if call.layer not in held.skipped:
             used.add(backend.name if paged_cache.reads(call, held) else dispatch.REFERENCE)
@@ -75,9 +77,10 @@ def validate(
         sums[call.layer] = found if before is None else [a + b for a, b in zip(before, found, strict=True)]
 
     with capture.intercept(model, compare):
-        for batch in tokens.batches(1):
-            model.base_model(**batch.inputs(model.device), use_cache=False)
-            on_tokens(batch.tokens)
+        for part in forward.parts(model, tokens.batches(1)):
+            for step in forward.steps(model, part):
+                step.run()
+                on_tokens(step.tokens)
     for index, total in sorted(sums.items()):
         if not all(bool(part.isfinite().all()) for part in total):
             raise StatisticsError(f"layer {index}: its Q, K and V are too large to compute attention with")

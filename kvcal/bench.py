@@ -33,13 +33,17 @@ _STATIC = ("per_tensor", "per_head", "per_channel")
 class Overhead:
     """Time of a forward pass with collection over one without, per pair of runs.
 
-    ``low`` and ``high`` are the quartiles of the ratio.
+    ``low`` and ``high`` are the quartiles of the ratio. ``memory`` is the peak of allocated GPU memory over
+    that of the pass without, the model included; None on a CPU. ``plain_seconds`` is the median of the passes
+    without.
     """
 
     mode: str
     ratio: float
     low: float
     high: float
+    memory: float | None
+    plain_seconds: float
     pairs: int
 
 
@@ -97,6 +101,12 @@ class ReductionRow:
     top1_agreement: float
 
 
+_DEPTHS: dict[str, Collect] = {
+    "extremes only": "extremes",
+    "sums and counts": "summary",
+    "histograms and second moments": "distribution",
+}
+
 # None is the fixed scale 1.0 of an uncalibrated engine.
 RULES: tuple[ScaleRule | None, ...] = (
     None,
@@ -118,41 +128,46 @@ def capture_overhead(
     """Plain forward pass against each depth of collection, alternating which goes first."""
     device = model.device
 
-    def plain() -> None:
-        for part in forward.parts(model, tokens.batches(plan.recipe.calibration.batch_size)):
+    def plain(text: TokenSet) -> None:
+        for part in forward.parts(model, text.batches(plan.recipe.calibration.batch_size)):
             for step in forward.steps(model, part):
                 step.run()
 
-    def collect(depth: Collect) -> Callable[[], object]:
-        return lambda: calibrate.calibrate(model, plan, tokens, collect=depth)
+    def collect(depth: Collect) -> Callable[[TokenSet], object]:
+        return lambda text: calibrate.calibrate(model, plan, text, collect=depth)
 
-    def seconds(run: Callable[[], object]) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+    def measured(run: Callable[[TokenSet], object]) -> tuple[float, int]:
+        """Seconds, and peak bytes on a GPU."""
+        if gpu:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
         start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        run(tokens)
+        if gpu:
+            torch.cuda.synchronize(device)
         on_tokens(tokens.tokens)
-        return time.perf_counter() - start
+        return time.perf_counter() - start, torch.cuda.max_memory_allocated(device) if gpu else 0
 
+    gpu = device.type == "cuda"
+    first = replace(tokens, samples=tokens.samples[: plan.recipe.calibration.batch_size])
     rows = []
-    for mode, run in {
-        "extremes only": collect("extremes"),
-        "sums and counts": collect("summary"),
-        "histograms and second moments": collect("distribution"),
-    }.items():
-        plain()
-        run()
-        ratios = []
+    for mode, depth in _DEPTHS.items():
+        run = collect(depth)
+        plain(first)  # compiles and fills caches
+        run(first)
+        ratios, seconds, memory = [], [], []
         for pair in range(pairs):
             if pair % 2:
-                with_collection, without = seconds(run), seconds(plain)
+                with_collection, without = measured(run), measured(plain)
             else:
-                without, with_collection = seconds(plain), seconds(run)
-            ratios.append(with_collection / without)
+                without, with_collection = measured(plain), measured(run)
+            ratios.append(with_collection[0] / without[0])
+            seconds.append(without[0])
+            memory.append(with_collection[1] / without[1] if gpu else 0.0)
         low, _, high = quantiles(ratios, n=4)
-        rows.append(Overhead(mode, median(ratios), low, high, pairs))
+        rows.append(
+            Overhead(mode, median(ratios), low, high, max(memory) if gpu else None, median(seconds), pairs)
+        )
     return rows
 
 

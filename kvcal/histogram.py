@@ -48,19 +48,19 @@ def bin_of(x: torch.Tensor) -> torch.Tensor:
     return index
 
 
-def count(x: torch.Tensor, counts: torch.Tensor) -> None:
+def count(x: torch.Tensor, keep: torch.Tensor | None, counts: torch.Tensor) -> None:
     """Add values to a histogram in place.
 
-    No step waits for a GPU, which ``bincount`` would.
-
     Args:
-        x: ``(..., heads, head_dim)``, any float dtype and strides.
+        x: ``(batch, heads, tokens, head_dim)``, any float dtype and strides.
+        keep: ``(batch, tokens)`` bool, False on padding; None where nothing is padded.
         counts: ``(heads, head_dim, BINS)``, or ``(heads, 1, BINS)`` to pool the channels of a head;
             contiguous, int32 or int64.
     """
     heads, channels, _ = counts.shape
     starts = torch.arange(heads * channels, dtype=torch.int32, device=x.device) * BINS
-    index = bin_of(x)
+    rows = x.transpose(1, 2)
+    index = bin_of(rows if keep is None else rows[keep])
     index += starts.view(heads, channels)
     one = torch.ones((), dtype=counts.dtype, device=x.device)
     # In the order of memory, so that a transposed view needs no copy: addition has no order.

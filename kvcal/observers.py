@@ -70,7 +70,8 @@ class _HistogramObserver(Observer):  # type: ignore[misc]  # Observer is Any to 
             self.counts = torch.zeros(
                 low.numel(), 1, histogram.BINS, dtype=torch.int64, device=observed.device
             )
-        histogram.count(observed.reshape(len(observed), low.numel(), -1), self.counts)
+        rows = observed.reshape(len(observed), low.numel(), -1).transpose(0, 1)
+        histogram.count(rows.unsqueeze(0), None, self.counts)
 
     def get_qparams(self) -> Any:
         """The scale of the range, as compressed-tensors makes one from a minimum and a maximum.

@@ -22,6 +22,8 @@ from safetensors.torch import save_file
 from kvcal import histogram
 from kvcal.errors import StatisticsError
 from kvcal.formats import KVFormat
+from kvcal.kernels import dispatch
+from kvcal.kernels.observe_reference import Seen
 from kvcal.recipe import SIDES, Side
 
 _FILE_VERSION = "1"
@@ -184,7 +186,9 @@ class Collector:
         self._saturated = torch.zeros(heads, dtype=torch.int64, device=device)
         self._zeroed = torch.zeros(heads, dtype=torch.int64, device=device)
         self._tokens = dict.fromkeys(shapes, 0)
-        self._batch: dict[tuple[int, Side], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._batch: dict[tuple[int, Side], Seen] = {}
+        self._counted: tuple[torch.Tensor | None, int] = (None, 0)
+        self._kernels = dispatch.choose(device)
         # Further fields of SideStatistics by layer and side.
         self._distributions: dict[tuple[int, Side], dict[str, torch.Tensor]] = {}
         if collect == "distribution":
@@ -200,29 +204,18 @@ class Collector:
             x: ``(batch, heads, tokens, head_dim)``, any float dtype.
             keep: ``(batch, tokens)`` bool, False on padding; None where nothing is padded.
         """
-        if keep is not None:
-            # (kept, heads, head_dim) -> (1, heads, kept, head_dim)
-            x = x.transpose(1, 2)[keep.to(x.device)].transpose(0, 1).unsqueeze(0)
-        tokens = x.shape[0] * x.shape[2]
+        tokens = x.shape[0] * x.shape[2] if keep is None else self._kept(keep)
         if tokens == 0:
             return
         key = (layer, side)
+        keep = keep if keep is None else keep.to(x.device)
         self._tokens[key] += tokens
-        # (batch, heads, head_dim) each; aminmax, which reads once, takes ten times as long on a CPU
-        self._batch[key] = self._here(x.amin(2)), self._here(x.amax(2))
-        if self._collect == "extremes":
-            return
-        channels, heads = self._channels[key], self._heads[key]
-        self._total[channels] += self._here(_over_tokens(x)).flatten()
-        self._squares[channels] += self._here(_over_tokens(x.float().square())).flatten()
-        magnitude = x.abs()
-        self._saturated[heads] += self._here(_above(magnitude, self._fmt.max))
-        zeroed = _above(magnitude, 0.0) - _above(magnitude, self._fmt.rounds_to_zero)
-        self._zeroed[heads] += self._here(zeroed)
+        self._batch[key] = self._kernels.observe(x, keep, None if self._collect == "extremes" else self._fmt)
         if self._collect == "distribution":
             found = self._distribution(key, x.device)
-            histogram.count(x.transpose(1, 2), found["histogram"])
-            found["moments"] += _second_moments(x, len(found["moments"]))
+            self._kernels.count(x, keep, found["histogram"])
+            rows = x if keep is None else x.masked_fill(~keep[:, None, :, None], 0.0)
+            found["moments"] += _second_moments(rows, len(found["moments"]))
 
     def see_weighted(self, layer: int, v: torch.Tensor, weight: torch.Tensor) -> None:
         """Take in V of some tokens, none of them padding, with the weight of each.
@@ -236,9 +229,11 @@ class Collector:
         found["weighted_moments"] += (wide * weight.unsqueeze(-1)).mT @ wide
         found["weight"] += weight.sum(-1, dtype=torch.float64)
 
-    def _here(self, x: torch.Tensor) -> torch.Tensor:
-        """What a layer on another device found, on that of the sums."""
-        return x.to(self._low.device)
+    def _kept(self, keep: torch.Tensor) -> int:
+        """Its tokens, counted once for all tensors of a batch: a GPU would be waited for each time."""
+        if self._counted[0] is not keep:
+            self._counted = keep, int(keep.sum())
+        return self._counted[1]
 
     def _distribution(self, key: tuple[int, Side], device: torch.device) -> dict[str, torch.Tensor]:
         """The large fields of a layer and side, which stay where its tensors are."""
@@ -248,19 +243,34 @@ class Collector:
         return found
 
     def end_batch(self) -> None:
-        """Merge the extremes of the tensors seen since the last call."""
-        if self._batch.keys() == self._channels.keys():
-            low, high = (
-                torch.cat([self._batch[key][end].flatten(1) for key in self._channels], 1) for end in (0, 1)
-            )
-            self._low = torch.minimum(self._low, low.amin(0).float())
-            self._high = torch.maximum(self._high, high.amax(0).float())
+        """Merge what was seen since the last call."""
+        if self._batch.keys() == self._channels.keys() and len(self._rows()) == 1:
+            everything = [self._batch[key] for key in self._channels]
+            self._merge(everything, slice(None), slice(None))
         else:  # layer by layer, where going through all of them each time would add up
-            for key, (low, high) in self._batch.items():
-                mine = self._channels[key]
-                self._low[mine] = torch.minimum(self._low[mine], low.flatten(1).amin(0).float())
-                self._high[mine] = torch.maximum(self._high[mine], high.flatten(1).amax(0).float())
+            for key, seen in self._batch.items():
+                self._merge([seen], self._channels[key], self._heads[key])
         self._batch = {}
+
+    def _rows(self) -> set[tuple[int, torch.device]]:
+        return {(seen.low.shape[0], seen.low.device) for seen in self._batch.values()}
+
+    def _merge(self, parts: list[Seen], channels: slice, heads: slice) -> None:
+        """Take in layers and sides that follow one another in the flat tensors."""
+
+        def rows(field: str) -> torch.Tensor:
+            return torch.cat([getattr(seen, field).flatten(1) for seen in parts], 1)
+
+        device = self._low.device
+        low, high = rows("low").amin(0).to(device), rows("high").amax(0).to(device)
+        self._low[channels] = torch.minimum(self._low[channels], low)
+        self._high[channels] = torch.maximum(self._high[channels], high)
+        if self._collect == "extremes":
+            return
+        self._total[channels] += rows("total").sum(0, dtype=torch.float64).to(device)
+        self._squares[channels] += rows("squares").sum(0, dtype=torch.float64).to(device)
+        self._saturated[heads] += rows("saturated").sum(0).to(device)
+        self._zeroed[heads] += rows("zeroed").sum(0).to(device)
 
     def statistics(self) -> Statistics:
         """What was gathered up to the last :meth:`end_batch`, on the CPU."""
@@ -307,28 +317,15 @@ def floored(moments: torch.Tensor) -> torch.Tensor:
     return moments.clamp(min=1e-6 * largest) if largest > 0 else torch.ones_like(moments)
 
 
-def _over_tokens(x: torch.Tensor) -> torch.Tensor:
-    """Sum over samples and tokens, ``(heads, head_dim)`` float64.
-
-    In float32 within a sample, which torch sums pairwise: in float64 it takes thirty times as long on a CPU.
-    """
-    return x.sum(2, dtype=torch.float32).sum(0, dtype=torch.float64)
-
-
-def _above(magnitude: torch.Tensor, limit: float) -> torch.Tensor:
-    """Number of elements above a limit, ``(heads,)`` int64.
-
-    The sign of a difference is exact in every float dtype; comparing takes five times as long on a CPU.
-    """
-    over = (magnitude - limit).clamp_(min=0).sign_()
-    return over.sum((2, 3), dtype=torch.float32).long().sum(0)
-
-
 def _second_moments(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """Sum of x xᵀ over ``(batch, heads, tokens, head_dim)``, ``(kv_heads, head_dim, head_dim)`` float32."""
-    wide = x.float()
-    each = (wide.mT @ wide).sum(0)
-    return each.view(kv_heads, -1, *each.shape[1:]).sum(1)
+    rows = x.flatten(0, 1)
+    if x.is_cuda and x.dtype.itemsize == 2:  # tensor cores multiply 16-bit floats exactly
+        each = torch.bmm(rows.mT, rows, out_dtype=torch.float32)
+    else:
+        each = rows.float().mT @ rows.float()
+    # (batch, kv_heads, query heads of each, head_dim, head_dim)
+    return each.view(x.shape[0], kv_heads, -1, *each.shape[1:]).sum((0, 2))
 
 
 def _slices(lengths: Mapping[tuple[int, Side], int]) -> dict[tuple[int, Side], slice]:

@@ -24,7 +24,7 @@ def counted(x: torch.Tensor, *, pooled: bool = False, dtype: torch.dtype = torch
     """Histogram of ``(n, heads, head_dim)``."""
     _, heads, head_dim = x.shape
     counts = torch.zeros(heads, 1 if pooled else head_dim, BINS, dtype=dtype)
-    histogram.count(x, counts)
+    histogram.count(x.transpose(0, 1).unsqueeze(0), None, counts)
     return counts
 
 

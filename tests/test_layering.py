@@ -186,6 +186,7 @@ DEFINITIONS = (
     "kernels.reference",
     "kernels.codes",
     "kernels.groups",
+    "kernels.observe_reference",
     "kernels.paged",
     "kernels.paged_reference",
 )  # in torch alone

@@ -138,11 +138,10 @@ def test_second_moments_are_those_of_float64() -> None:
 def test_histograms_hold_every_value_once() -> None:
     x = drawn(1)
     found = distributions([x]).layers[0]
-    rows = x.transpose(1, 2).flatten(0, 1)
     for side, channels in (("k", 5), ("v", 5), ("q", 1)):
         heads = SHAPES[0, side][0]
         wanted = torch.zeros(heads, channels, histogram.BINS, dtype=torch.int64)
-        histogram.count(rows[:, :heads].contiguous(), wanted)
+        histogram.count(x[:, :heads], None, wanted)
         assert torch.equal(found[side].histogram.long(), wanted)
 
 
@@ -178,6 +177,30 @@ def test_padding_is_in_no_distribution() -> None:
     for collector in (with_padding, without):
         collector.end_batch()
     assert_same(without.statistics(), with_padding.statistics())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_gpu_gathers_what_a_cpu_does(dtype: torch.dtype, padded: bool) -> None:
+    x = (drawn(3, batch=2, tokens=700) * 30).to(dtype)
+    keep = torch.arange(700) < torch.tensor([[700], [431]]) if padded else None
+    found = []
+    for device in (CPU, torch.device("cuda")):
+        collector = Collector(SHAPES, "distribution", FP8_E4M3, device)
+        for side in SIDES:
+            rows = x[:, : SHAPES[0, side][0]].to(device).transpose(1, 2).contiguous().transpose(1, 2)
+            collector.see(0, side, rows, keep)
+        collector.end_batch()
+        found.append(collector.statistics())
+    for side in SIDES:
+        cpu, gpu = (each.layers[0][side].tensors() for each in found)
+        for name in ("tokens", "minimum", "maximum", "saturated", "zeroed", "histogram"):
+            assert torch.equal(cpu[name], gpu[name]), name
+        rough = 1e-4 * cpu["squares"].max()
+        torch.testing.assert_close(gpu["squares"], cpu["squares"], rtol=1e-5, atol=0)
+        torch.testing.assert_close(gpu["total"], cpu["total"], rtol=0, atol=float(1e-3 * rough.sqrt() * 700))
+        torch.testing.assert_close(gpu["moments"], cpu["moments"], rtol=0, atol=float(rough))
 
 
 @pytest.mark.parametrize("collect", ["extremes", "summary"])

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcal.kernels import paged_reference, reference
+from kvcal import histogram
+from kvcal.kernels import observe_reference, paged_reference, reference
+from kvcal.kernels.observe_reference import Seen
 
 REFERENCE = "torch reference"
 
@@ -23,13 +25,15 @@ class Backend:
     quantized_attention: Callable[..., torch.Tensor]
     paged_attention: Callable[..., torch.Tensor]
     write: Callable[..., None]
+    observe: Callable[..., Seen]
+    count: Callable[..., None]
 
 
 def choose(device: torch.device) -> Backend:
     """Triton on a CUDA device; the torch definition elsewhere and under ``KVCAL_EAGER=1``."""
     eager = os.environ.get("KVCAL_EAGER") == "1"
     if device.type == "cuda" and not eager and importlib.util.find_spec("triton"):
-        from kvcal.kernels import attention, paged_attention, paged_write, quantize
+        from kvcal.kernels import attention, observe, paged_attention, paged_write, quantize
 
         return Backend(
             "triton",
@@ -37,6 +41,8 @@ def choose(device: torch.device) -> Backend:
             attention.quantized_attention,
             paged_attention.paged_attention,
             paged_write.write,
+            observe.observe,
+            observe.count,
         )
     return Backend(
         REFERENCE,
@@ -44,4 +50,6 @@ def choose(device: torch.device) -> Backend:
         reference.quantized_attention,
         paged_reference.paged_attention,
         paged_reference.write,
+        observe_reference.observe,
+        histogram.count,
     )

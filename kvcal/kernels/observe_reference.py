@@ -14,8 +14,8 @@ class Seen:
     """Parts of a tensor side by side; merging all rows gives what the whole tensor holds.
 
     Attributes:
-        low: smallest value, ``(rows, heads, head_dim)``, float32 or the dtype of the tensor; infinite in a row
-            that keeps no token. NaN where there is one.
+        low: smallest value, ``(rows, heads, head_dim)``, float32 or the dtype of the tensor; NaN where there
+            is one, infinite in a row that keeps no token.
         high: largest value, alike.
         total: sum of x, ``(rows, heads, head_dim)`` float32; this and what follows is None if only extremes
             were wanted.

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from kvcal import __version__, cli_bench, cli_recipes, terminal
+from kvcal import __version__, cli_bench, cli_plan, cli_recipes, terminal
 from kvcal.errors import EXIT_CODES, CheckFailed, GateFailed, KvcalError, UsageError
 from kvcal.options import (
     CALIBRATION_FIELDS,
@@ -64,6 +64,8 @@ app.add_typer(cli_recipes.app, name="recipes")
 app.add_typer(cli_bench.app, name="bench")
 
 _INTERRUPTED = 130
+
+app.command()(cli_plan.plan)
 
 
 @app.callback(invoke_without_command=True)
@@ -139,64 +141,6 @@ def calibrate(
         terminal.fail(CheckFailed("; ".join(document["engine"]["reasons"]) + f"; records in {folder}"))
     if failed:
         terminal.fail(GateFailed("; ".join(failed) + f"; no checkpoint was written, records are in {folder}"))
-
-
-@app.command()
-def plan(
-    ctx: typer.Context,
-    model: Model,
-    recipe: RecipeName = None,
-    format: Format = None,
-    granularity: GranularityName = None,
-    engine: Engine = None,
-    deliver: Deliver = None,
-    max_kl: MaxKL = None,
-    bits_budget: BitsBudget = None,
-    dataset: Dataset = None,
-    dataset_split: Split = None,
-    dataset_column: Column = None,
-    samples: Samples = None,
-    evaluation_samples: EvaluationSamples = None,
-    seq_len: SeqLen = None,
-    chunk: Chunk = None,
-    batch_size: BatchSize = None,
-    seed: Seed = None,
-    revision: Revision = None,
-    as_json: Json = False,
-) -> None:
-    """Say what calibrate would do, or why it would refuse. Loads no weights.
-
-    With --engine all: what every engine would make of it.
-
-    Example: kvcal plan --model demo --format fp8 --granularity per_head
-    """
-    from kvcal import preflight, report
-
-    if engine == "all":
-        _plan_for_all(ctx, model, revision, recipe, as_json)
-        return
-    wanted = recipe_named(recipe, changes(ctx, CALIBRATION_FIELDS))
-    resolved, source = preflight.resolve(model, revision, wanted, terminal.narrator())
-    document = report.plan_document(resolved, source.name)
-    if as_json:
-        terminal.print_json(document)
-    else:
-        report.print_plan(terminal.console(), document)
-        report.print_advice(terminal.console(), document)
-
-
-def _plan_for_all(
-    ctx: typer.Context, model: str, revision: str | None, recipe: str | None, as_json: bool
-) -> None:
-    from kvcal import engine_report, preflight
-
-    fields = {option: paths for option, paths in CALIBRATION_FIELDS.items() if option != "engine"}
-    wanted = recipe_named(recipe, changes(ctx, fields))
-    found, source = preflight.verdicts(model, revision, wanted, terminal.narrator())
-    if as_json:
-        terminal.print_json([engine_report.verdict_document(each) for each in found])
-    else:
-        engine_report.print_verdicts(terminal.console(), found, f"{wanted.format} for {source.name}")
 
 
 @app.command()

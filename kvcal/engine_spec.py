@@ -64,6 +64,9 @@ class EngineSpec:
         unloaded: model type -> what happens to scales of one that is not among ``families``.
         separate_projections: the names of scales need modules ``k_proj`` and ``v_proj``.
         unread: format -> why static scales for it reach no kernel.
+        needs_hardware: format -> the unit, ``fp8`` or ``fp4``, without which a GPU does not get this cache.
+        nvidia_only: it runs on no other maker's GPUs.
+        latent_formats: those that it can store a latent (MLA) in.
         approximations: format -> how the engine's own quantizer differs from the one that is measured.
         nvfp4_scale: what the engine takes the scale of an NVFP4 cache to be of its absolute maximum. With
             ``amax/2688`` block scales use all of E4M3, with ``amax/448`` a sixth of it.
@@ -94,6 +97,9 @@ class EngineSpec:
     unloaded: Mapping[str, str] = field(default_factory=dict)
     separate_projections: bool = False
     unread: Mapping[str, str] = field(default_factory=dict)
+    needs_hardware: Mapping[str, Literal["fp8", "fp4"]] = field(default_factory=dict)
+    nvidia_only: bool = False
+    latent_formats: tuple[str, ...] = ()
     approximations: Mapping[str, str] = field(default_factory=dict)
     nvfp4_scale: Literal["amax/2688", "amax/448"] = "amax/2688"
     notes: tuple[str, ...] = ()

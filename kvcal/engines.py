@@ -61,6 +61,10 @@ VLLM = EngineSpec(
         "fp8_per_token_head": 8.9,
         "int4_per_token_head": 9.2,
     },
+    # v1/attention/backends/triton_attn.py stores FP8 from compute capability 8.9 on; FlashInfer does from 8.0
+    needs_hardware={"fp8_per_token_head": "fp8"},
+    # the MLA backends: CUTLASS, FlashInfer, FlashMLA, Triton
+    latent_formats=("fp8_e4m3",),
     # config/cache.py kv_cache_dtype_skip_layers; layers/attention/attention.py then takes "auto" for a layer
     skips_layers=True,
     answers_live=True,
@@ -78,6 +82,7 @@ VLLM_MODELOPT = replace(
     name="vllm-modelopt",
     title="vLLM, ModelOpt form",
     cache_dtype={"fp8_e4m3": "fp8"},
+    needs_hardware={},
     head_dim_multiple={"fp8_e4m3": 16},
     smallest_head_dim={"fp8_e4m3": 1},
     decode_time={"fp8_e4m3": 0.79},
@@ -102,6 +107,7 @@ SGLANG = EngineSpec(
     loads_scales=("fp8_e4m3",),
     granularities=("per_tensor",),
     backends={"per_tensor": "FlashAttention-3, FlashInfer, Triton, TRT-LLM MHA"},
+    latent_formats=("fp8_e4m3",),
     scale_suffixes={"k": "k_scale", "v": "v_scale"},
     base_quant_methods=("compressed-tensors",),
     # load_weights of each model file, run over a kvcal export; sglang#39942 is about the dropped ones.
@@ -137,6 +143,10 @@ TRTLLM = EngineSpec(
     head_dim_multiple={"nvfp4": 16},
     separate_projections=True,
     nvfp4_scale="amax/448",
+    # docs/source/features/quantization.md, hardware support matrix; DeepSeek-R1 with an FP8 cache
+    needs_hardware={"nvfp4": "fp4"},
+    nvidia_only=True,
+    latent_formats=("fp8_e4m3",),
     unread={
         "fp8_e4m3": "serves FP8 at scale 1.0 whatever a checkpoint says, and saturates at 448",
     },

@@ -24,6 +24,8 @@ from dataclasses import dataclass, replace
 
 from kvcal.errors import UsageError
 
+REFERENCE_BITS = 16  # an unquantized cache is BF16 or FP16
+
 
 @dataclass(frozen=True)
 class KVFormat:

@@ -19,7 +19,8 @@ from kvcal.cache import QuantizedCache
 from kvcal.data import TokenSet
 from kvcal.errors import ModelError
 from kvcal.evaluate import Variant
-from kvcal.plan import REFERENCE_BITS, Plan, bits_over
+from kvcal.formats import REFERENCE_BITS
+from kvcal.plan import Plan, bits_over
 from kvcal.progress import Narrator
 from kvcal.sensitivity import Item
 

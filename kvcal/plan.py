@@ -10,11 +10,9 @@ from kvcal import engines, exactness, formats, granularity
 from kvcal.arch import LayerSpec, ModelSpec
 from kvcal.engine_spec import Deliver, EngineSpec, Verdict
 from kvcal.errors import PlanRefused
-from kvcal.formats import KVFormat
+from kvcal.formats import REFERENCE_BITS, KVFormat
 from kvcal.granularity import Granularity
 from kvcal.recipe import MIN_TOKENS, SIDES, Folds, Mixed, Recipe
-
-REFERENCE_BITS = 16  # an unquantized cache is BF16 or FP16
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from kvcal import arch, plan, sources
+from kvcal import arch, known_shapes, plan, served_model, sources
+from kvcal.errors import UsageError
 from kvcal.progress import Narrator
 from kvcal.recipe import Recipe
+from kvcal.served_model import ServedModel
 
 
 def resolve(
@@ -24,3 +26,26 @@ def verdicts(
     """What every engine would make of a recipe for this model."""
     source = sources.locate(model, revision, weights=False, say=narrator.say)
     return plan.verdicts(recipe, arch.read(source.config())), source
+
+
+def served_model_named(
+    model: str | None,
+    shape: str | None,
+    revision: str | None,
+    weights_gib: float | None,
+    weights_bits: float | None,
+    narrator: Narrator,
+) -> ServedModel:
+    """A model, or the shape of a known one, as a server of it sees it.
+
+    Raises:
+        UsageError: neither or both are given.
+    """
+    if (model is None) == (shape is None):
+        raise UsageError("--gpu needs one of --model and --shape")
+    if shape is not None:
+        name, config = shape, known_shapes.get(shape)
+    else:
+        source = sources.locate(model or "", revision, weights=False, say=narrator.say)
+        name, config = source.name, source.config()
+    return served_model.of(config, name, weights_gib, weights_bits)

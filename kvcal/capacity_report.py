@@ -107,14 +107,13 @@ def _legend(found: Capacity) -> list[str]:
     engine, gpu = found.deployment.engine, found.deployment.gpu
     quantized = [row for row in found.rows if row.format != PLAIN]
     native = ", ".join(row.format for row in quantized if row.native)
+    wanted = found.deployment.requests
+    how = f"in {native} natively, and dequantizes the others" if native else "in none; all are dequantized"
     lines = [
-        "fit: requests beside the weights. step: a token for each of"
-        f" {'them' if found.deployment.requests is None else found.deployment.requests}, at peak bandwidth and"
-        " arithmetic, so at least; kernel ms: with attention as slow as the engine's kernels were measured on"
-        " an H200.",
-        f"* {engine.name} takes it. {gpu.architecture} computes"
-        f" {f'in {native} natively, and dequantizes the others' if native else 'in none; all are dequantized'}"
-        " on load.",
+        f"fit: requests beside the weights. step: a token for each of {wanted or 'them'}, at peak bandwidth"
+        " and arithmetic, so at least; kernel ms: with attention as slow as the engine's kernels were seen to"
+        " be on an H200.",
+        f"* {engine.name} takes it. {gpu.architecture} computes {how} on load.",
     ]
     for row in quantized:
         others = ", ".join(name for name in row.served_by if name != engine.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -133,6 +134,12 @@ def _refuse_options(ctx: typer.Context, *, capacity: bool) -> None:
     found = sorted(given & useless)
     if found:
         raise UsageError(f"--{found[0].replace('_', '-')} {why}")
+    if capacity and {"shape", "revision"} <= given:
+        raise UsageError("--revision is that of a --model; a --shape has none")
+    for name in sorted(given):
+        value = ctx.params[name]
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"--{name.replace('_', '-')} must be a number, found {value}")
 
 
 def _plan_calibration(

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import subprocess
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvcal import formats, gpus, local_gpu
+from kvcal.errors import UsageError
+
+every_gpu = pytest.mark.parametrize("gpu", gpus.GPUS, ids=lambda gpu: gpu.name)
+
+
+@every_gpu
+def test_a_row_is_whole_and_plausible(gpu: gpus.Gpu) -> None:
+    assert gpu.source
+    assert gpus.get(gpu.name) is gpus.get(gpu.name.upper().replace("-", " ")) is gpu
+    assert 20 * 1024 < gpu.memory_mib < 260 * 1024
+    assert 2e11 < gpu.bandwidth < 1e13
+    # Tensor cores do some hundred operations for each byte of memory.
+    assert 80 < gpu.flops / gpu.bandwidth < 450
+    assert gpu.fp4 <= gpu.fp8 == (gpu.architecture != "Ampere")
+
+
+def test_names_are_those_of_one_row() -> None:
+    every = [name for gpu in gpus.GPUS for name in (gpu.name, *gpu.aliases)]
+    assert len(every) == len(set(every))
+    with pytest.raises(UsageError, match="unknown GPU 'T4'; known: auto, a100-40gb"):
+        gpus.get("T4")
+
+
+def test_memory_is_near_the_name_of_the_data_sheet() -> None:
+    for name, gb in (("a100-40gb", 40), ("a100", 80), ("h100", 80), ("h200", 141), ("mi300x", 192)):
+        assert gb * 1e9 < gpus.get(name).memory_bytes <= gb * 2**30
+
+
+def test_native_formats() -> None:
+    fp8, nvfp4, token = (formats.get(n) for n in ("fp8", "nvfp4", "fp8_per_token_head"))
+    assert [gpus.get(n).native(fp8) for n in ("a100", "h100", "b200")] == [False, True, True]
+    assert [gpus.get(n).native(nvfp4) for n in ("a100", "h100", "b200")] == [False, False, True]
+    assert not gpus.get("b200").native(token)
+    assert not gpus.get("b200").native(formats.get("int8_per_token_head"))
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+    ],
+)
+def test_devices_are_known_by_what_drivers_call_them(device: str, name: str) -> None:
+    assert gpus.of_device(device).name == name
+
+
+@pytest.mark.parametrize("device", ["NVIDIA L40", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4090 D", "Tesla T4"])
+def test_devices_without_a_row_are_refused(device: str) -> None:
+    with pytest.raises(UsageError, match=f"'{device}' is not among the GPUs"):
+        gpus.of_device(device)
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, stdout: str, code: int = 0) -> None:
+    monkeypatch.setattr(local_gpu.shutil, "which", lambda _: "/bin/nvidia-smi")
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        assert command == ["/bin/nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return SimpleNamespace(stdout=stdout, returncode=code)
+
+    monkeypatch.setattr(local_gpu.subprocess, "run", run)
+
+
+def test_the_driver_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, "NVIDIA H200\nNVIDIA H200\n")
+    assert local_gpu.detect().name == "h200"
+
+
+def test_torch_is_asked_where_there_is_no_driver_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_gpu.shutil, "which", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "AMD Instinct MI300X")
+    assert local_gpu.detect().name == "mi300x"
+
+
+@pytest.mark.parametrize(("stdout", "code"), [("", 0), ("NVIDIA-SMI has failed", 9)])
+def test_no_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, stdout: str, code: int) -> None:
+    answer(monkeypatch, stdout, code)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="--gpu auto: no GPU here; name one: a100-40gb"):
+        local_gpu.detect()
+
+
+def test_a_driver_that_hangs_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_gpu.shutil, "which", lambda _: "/bin/nvidia-smi")
+
+    def run(command: list[str], **_: Any) -> Any:
+        raise subprocess.TimeoutExpired(command, 30)
+
+    monkeypatch.setattr(local_gpu.subprocess, "run", run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="no GPU here"):
+        local_gpu.detect()

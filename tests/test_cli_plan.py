@@ -84,7 +84,7 @@ def test_a_folder_needs_no_more_than_its_config(kvcal: Callable[..., Any], tmp_p
         ("plan --gpu h100 --shape llama-3-8b --context 9000", 2, "longer than the 8192 tokens"),
         ("plan --gpu h100 --shape llama-3-8b --tensor-parallel 3", 2, "cannot be dealt out to 3 GPUs"),
         ("plan --gpu h100 --shape llama-3-8b --revision main", 2, "--revision is that of a --model"),
-        ("plan --gpu h100 --shape llama-3-8b --price-per-hour nan", 2, "--price-per-hour must be a number"),
+        ("plan --gpu h100 --shape llama-3-8b --price-per-hour inf", 2, "--price-per-hour must be a number"),
         ("plan --gpu h100 --shape llama-3-8b --weights-gib inf", 2, "--weights-gib must be a number"),
         ("plan --gpu h100 --shape deepseek-v3", 3, "--tensor-parallel 16 would hold them"),
         ("plan --gpu h100 --shape llama-3-8b --measured nowhere", 2, "--measured nowhere: has neither"),

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from kvcal import __version__, cli_bench, cli_plan, cli_recipes, terminal
+from kvcal import __version__, cli_bench, cli_diff, cli_plan, cli_recipes, terminal
 from kvcal.errors import EXIT_CODES, CheckFailed, GateFailed, KvcalError, UsageError
 from kvcal.options import (
     CALIBRATION_FIELDS,
@@ -36,6 +36,7 @@ from kvcal.options import (
     Format,
     GranularityName,
     Json,
+    Junit,
     MaxKL,
     MaxMemory,
     Model,
@@ -46,6 +47,7 @@ from kvcal.options import (
     Seed,
     SeqLen,
     Split,
+    Summary,
     TrustRemoteCode,
     changes,
     recipe_named,
@@ -66,6 +68,7 @@ app.add_typer(cli_bench.app, name="bench")
 _INTERRUPTED = 130
 
 app.command()(cli_plan.plan)
+app.command()(cli_diff.diff)
 
 
 @app.callback(invoke_without_command=True)
@@ -109,13 +112,15 @@ def calibrate(
     max_memory: MaxMemory = None,
     trust_remote_code: TrustRemoteCode = False,
     allow_pickle: AllowPickle = False,
+    junit: Junit = None,
+    summary: Summary = None,
     as_json: Json = False,
 ) -> None:
     """Calibrate, validate, evaluate, export and check, in one run.
 
     Example: kvcal calibrate --model demo --format fp8 --granularity per_head
     """
-    from kvcal import report, run
+    from kvcal import ci_report, report, run
 
     wanted = changes(ctx, CALIBRATION_FIELDS)
     request = request_of(
@@ -129,7 +134,10 @@ def calibrate(
         device_map=device_map,
         max_memory=max_memory,
     )
-    document, folder = run.run_calibrate(request, recipe_named(recipe, wanted), terminal.narrator())
+    with ci_report.reporting("calibrate", junit, summary) as outcome:
+        document, folder = run.run_calibrate(request, recipe_named(recipe, wanted), terminal.narrator())
+        outcome.cases = ci_report.gate_cases(document["gates"]) + ci_report.check_cases(document["checks"])
+        outcome.markdown = run.written_report(folder)
     if as_json:
         terminal.print_json(document | {"folder": str(folder)})
     else:
@@ -270,21 +278,27 @@ def check(
     engine_python: Annotated[
         str | None, typer.Option(help="Python interpreter that has the engine, for --live.")
     ] = None,
+    junit: Junit = None,
+    summary: Summary = None,
     as_json: Json = False,
 ) -> None:
     """Hold the written files against the engine's loader contract.
 
     Example: kvcal check SmolLM2-135M-Instruct-fp8_e4m3-per_head --engine vllm
     """
-    from kvcal import engine_report, report, run
+    from kvcal import ci_report, engine_report, report, run
 
-    findings = run.run_check(
-        folder, engine, live=live, engine_python=engine_python, narrator=terminal.narrator()
-    )
+    with ci_report.reporting("check", junit, summary) as outcome:
+        findings = run.run_check(
+            folder, engine, live=live, engine_python=engine_python, narrator=terminal.narrator()
+        )
+        documents = [vars(f) for f in findings]
+        outcome.cases = ci_report.check_cases(documents)
+        outcome.markdown = ci_report.check_markdown(folder, engine, documents)
     failed = [f for f in findings if not f.ok]
     shares = run.run_shares(folder, engine, tensor_parallel) if tensor_parallel and not failed else []
     if as_json:
-        document = {"ok": not failed, "findings": [vars(f) for f in findings]}
+        document = {"ok": not failed, "findings": documents}
         terminal.print_json(document | ({"ranks": shares} if tensor_parallel else {}))
     else:
         report.print_findings(terminal.console(), findings)

@@ -14,6 +14,7 @@ from kvcal.options import (
     CALIBRATION_FIELDS,
     BatchSize,
     BitsBudget,
+    Chunk,
     Column,
     Dataset,
     Deliver,
@@ -69,6 +70,7 @@ def plan(
     samples: Samples = None,
     evaluation_samples: EvaluationSamples = None,
     seq_len: SeqLen = None,
+    chunk: Chunk = None,
     batch_size: BatchSize = None,
     seed: Seed = None,
     gpu: Annotated[

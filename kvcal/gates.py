@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvcal.evaluate import Fidelity
 from kvcal.recipe import Gates
+
+if TYPE_CHECKING:  # `kvcal diff` need not wait for torch
+    from kvcal.evaluate import Fidelity
 
 
 @dataclass(frozen=True)

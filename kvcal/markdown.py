@@ -41,9 +41,13 @@ def render(report: Report, plan: Plan, source_name: str) -> str:
             for g in report["gates"]
         ),
         "",
+        "<details><summary>Layers</summary>",
+        "",
         "| layer | K amax | V amax | Q amax | attention error | flags |",
         "|---:|---:|---:|---:|---:|---|",
         *(_layer_line(layer) for layer in report["layers"]),
+        "",
+        "</details>",
         "",
     ]
     return "\n".join(lines)

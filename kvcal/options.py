@@ -86,6 +86,11 @@ TrustRemoteCode = Annotated[
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Load pickled .bin weights, which can run code.")
 ]
+Junit = Annotated[Path | None, typer.Option("--junit", help="Write gates and checks as JUnit XML, for CI.")]
+Summary = Annotated[
+    Path | None,
+    typer.Option("--summary", help="Append a Markdown summary, for example to $GITHUB_STEP_SUMMARY."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Folder = Annotated[Path, typer.Argument(help="A checkpoint folder that kvcal wrote.")]
 

@@ -53,6 +53,7 @@ def build(
             {"name": g.name, "limit": g.limit, "value": g.value, "passed": g.passed, "text": str(g)}
             for g in gates
         ],
+        "checks": [{"rule": f.rule, "ok": f.ok, "message": f.message} for f in findings],
         "deliver": plan.deliver,
         **fidelity_document(outcome.evaluation),
         "folds": _folds(folds, outcome),

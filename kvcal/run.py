@@ -131,6 +131,12 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
     return document, destination
 
 
+def written_report(folder: Path) -> str:
+    """The Markdown among the records of a run, whether it passed or failed."""
+    records = folder / bundle.RECORDS
+    return ((records if records.is_dir() else folder) / "report.md").read_text(encoding="utf-8")
+
+
 def _quantize_weights(
     job: measure.Job,
     base: Path,

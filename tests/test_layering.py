@@ -128,6 +128,10 @@ RANKS: dict[str, float] = {
     "cli_bench": 11.5,
     "cli_recipes": 11.5,
     "cli_plan": 11.5,
+    "cli_diff": 11.5,
+    "regression": 10.2,
+    "regression_report": 10.5,
+    "ci_report": 10,
     "cli": 12,
     "__main__": 13,
     "vllm_probe": 0,  # runs in the engine's environment, which has no kvcal

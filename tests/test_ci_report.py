@@ -1,0 +1,135 @@
+"""Files that continuous integration reads, as commands write them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcal import ci_report
+from kvcal.ci_report import Case, Outcome
+from kvcal.errors import DataError, OutputError
+from tests import tiny
+
+STRICT = "gates: {kl_mean: 0.0, top1_agreement: 0.0}"
+
+
+def parsed(path: Path) -> tuple[dict[str, str | None], dict[str, Any]]:
+    """Counts of the suite, and the test cases by class and name."""
+    root = ElementTree.parse(path).getroot()
+    assert root.tag == "testsuites"
+    (suite,) = root
+    assert all(suite.get(key) == root.get(key) for key in ("tests", "failures", "errors"))
+    cases = {f"{c.get('classname')}: {c.get('name')}": c for c in suite.iter("testcase")}
+    assert len(cases) == int(str(suite.get("tests")))
+    return {key: suite.get(key) for key in ("tests", "failures", "errors")}, cases
+
+
+def test_a_calibration_has_a_case_for_each_gate_and_rule(
+    kvcal: Callable[..., Any], small: tuple[str, ...], llama_folder: Path, tmp_path: Path
+) -> None:
+    line = ("calibrate", "--model", llama_folder, *small, "--output", "out")
+    outcome = kvcal(*line, "--junit", "k.xml", "--summary", "s.md", "--json")
+    counts, cases = parsed(tmp_path / "k.xml")
+    checks = outcome.document["checks"]
+    assert len(checks) > 5
+    assert counts == {"tests": str(1 + len(checks)), "failures": "0", "errors": "0"}
+    assert "kvcal.calibrate.gates: kl_mean" in cases
+    assert {f"kvcal.calibrate.checks: {check['rule']}" for check in checks} < cases.keys()
+    summary = (tmp_path / "s.md").read_text()
+    assert summary == (tmp_path / "out" / "kvcal" / "report.md").read_text()
+    assert summary.count("<details>") == summary.count("</details>") == 1
+
+
+def test_a_broken_gate_is_a_failure_and_the_files_are_still_written(
+    kvcal: Callable[..., Any], small: tuple[str, ...], llama_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "strict.yaml").write_text(STRICT)
+    line = ("calibrate", "--model", llama_folder, *small, "--recipe", "strict.yaml", "--output", "out")
+    assert kvcal(*line, "--junit", "k.xml", "--summary", "s.md").code == 5
+    counts, cases = parsed(tmp_path / "k.xml")
+    assert counts["failures"] == "1"
+    failure = cases["kvcal.calibrate.gates: kl_mean"].find("failure")
+    assert failure.get("message").startswith("kl_mean is ")
+    assert cases["kvcal.calibrate.gates: top1_agreement"].find("failure") is None
+    assert "**Verdict: fail.**" in (tmp_path / "s.md").read_text()
+
+
+def test_a_refusal_is_an_error(kvcal: Callable[..., Any], copied: Path, tmp_path: Path) -> None:
+    tiny.edit_config(copied, head_dim=40)
+    outcome = kvcal("calibrate", "--model", copied, "--junit", "k.xml", "--summary", "s.md")
+    assert outcome.code == 3
+    counts, cases = parsed(tmp_path / "k.xml")
+    assert counts == {"tests": "1", "failures": "0", "errors": "1"}
+    error = cases["kvcal.calibrate: completed"].find("error")
+    assert error.get("type") == "PlanRefused"
+    assert "head size 40" in error.get("message")
+    assert "exit code 3): head size 40" in (tmp_path / "s.md").read_text()
+
+
+def test_check_writes_its_rules(kvcal: Callable[..., Any], exported_copy: Path, tmp_path: Path) -> None:
+    line = ("check", exported_copy, "--junit", "k.xml", "--summary", "s.md")
+    findings = kvcal(*line, "--json").document["findings"]
+    counts, cases = parsed(tmp_path / "k.xml")
+    assert counts == {"tests": str(len(findings)), "failures": "0", "errors": "0"}
+    assert "**Every rule is kept.**" in (tmp_path / "s.md").read_text()
+    tiny.edit_config(exported_copy, quantization_config=None)
+    assert kvcal(*line).code == 6
+    counts, cases = parsed(tmp_path / "k.xml")
+    broken = [name for name, case in cases.items() if case.find("failure") is not None]
+    assert len(broken) == int(str(counts["failures"])) > 0
+    summary = (tmp_path / "s.md").read_text()
+    assert summary.index("Every rule is kept") < summary.index("rules are broken")  # appended
+
+
+def test_places_that_cannot_be_written_are_refused_before_the_work(
+    kvcal: Callable[..., Any], llama_folder: Path, tmp_path: Path
+) -> None:
+    for option, path in (("--junit", "nowhere/k.xml"), ("--summary", str(tmp_path))):
+        outcome = kvcal("calibrate", "--model", llama_folder, option, path, "--output", "out")
+        assert outcome.code == 7
+        assert "cannot be written" in outcome.stderr
+        assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_written_after_a_bug(tmp_path: Path) -> None:
+    """A crash says nothing about gates; an empty file would look as if all had passed."""
+    with pytest.raises(ZeroDivisionError), ci_report.reporting("check", tmp_path / "k.xml", None):
+        raise ZeroDivisionError
+    assert not (tmp_path / "k.xml").exists()
+
+
+def test_an_error_goes_on_as_it_was(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no text"), ci_report.reporting("check", tmp_path / "k.xml", None):
+        raise DataError("no text")
+    assert 'type="DataError"' in (tmp_path / "k.xml").read_text()
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    with pytest.raises(OutputError, match="cannot be written"):  # noqa: SIM117
+        with ci_report.reporting("check", None, Path("/dev/full")) as outcome:
+            outcome.cases, outcome.markdown = [Case("checks", "rule", True, "")], "x" * 10**6
+
+
+@given(st.text(), st.text(), st.booleans())
+def test_any_text_survives_as_xml(name: str, text: str, passed: bool) -> None:
+    document = ci_report.junit_xml("check", Outcome([Case("checks", name, passed, text)]))
+    suite = ElementTree.fromstring(document.encode())
+    (case,) = suite.iter("testcase")
+    assert len(str(case.get("name"))) == len(name)
+    assert (case.find("failure") is None) == passed
+    if not passed and text.isascii() and text.isprintable():
+        assert case.find("failure").get("message") == text  # type: ignore[union-attr]
+
+
+def test_a_table_cell_cannot_break_its_row() -> None:
+    findings = [{"rule": "r", "ok": False, "message": "a | b\nc"}]
+    assert "| r | **broken** | a \\| b c |" in ci_report.check_markdown(Path("out"), "vllm", findings)

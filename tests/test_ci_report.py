@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import typer
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcal import ci_report
+from kvcal import ci_report, cli
 from kvcal.ci_report import Case, Outcome
 from kvcal.errors import DataError, OutputError
 from tests import tiny
 
+README = (Path(__file__).parent.parent / "README.md").read_text()
 STRICT = "gates: {kl_mean: 0.0, top1_agreement: 0.0}"
 
 
@@ -133,3 +138,20 @@ def test_any_text_survives_as_xml(name: str, text: str, passed: bool) -> None:
 def test_a_table_cell_cannot_break_its_row() -> None:
     findings = [{"rule": "r", "ok": False, "message": "a | b\nc"}]
     assert "| r | **broken** | a \\| b c |" in ci_report.check_markdown(Path("out"), "vllm", findings)
+
+
+def strings(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for child in children for text in strings(child)]
+
+
+def test_snippets_of_the_readme_are_valid_and_their_commands_parse() -> None:
+    snippets = [yaml.safe_load(text) for text in re.findall("```yaml\n(.*?)```", README, re.DOTALL)]
+    lines = [text for snippet in snippets for text in strings(snippet) if text.startswith("kvcal ")]
+    assert [line.split()[1] for line in lines] == 2 * ["calibrate", "check", "diff"]
+    root: Any = typer.main.get_command(cli.app)
+    for line in lines:
+        _, name, *arguments = shlex.split(line)
+        root.commands[name].make_context(name, arguments)

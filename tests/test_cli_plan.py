@@ -164,3 +164,32 @@ def test_what_is_no_report_is_refused(text: str, tmp_path: Path) -> None:
         measured.read(tmp_path, 32)
     with pytest.raises(UsageError, match="has neither"):
         measured.read(tmp_path / "elsewhere", 32)
+
+
+# --- the README's table -----------------------------------------------------------------------------------
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+COMMANDS = [line.split()[1:] for line in README.splitlines() if line.startswith("    kvcal plan --shape")]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: f"{c[2]}-{c[4]}")
+def test_the_table_of_the_readme_is_what_its_commands_say(
+    command: list[str], kvcal: Callable[..., Any]
+) -> None:
+    found = kvcal(*command, "--json").document
+    gpus = f"{found['tensor_parallel']} × {found['gpu']['name'].removesuffix('-80gb')}"
+    printed = [line for line in README.splitlines() if line.startswith(f"| {found['model']} | {gpus} |")]
+    assert len(printed) >= 2
+    rows = {row["format"]: row for row in found["formats"]}
+    for line in printed:
+        name, per_token, gib, requests, ms = (cell.strip() for cell in line.split("|")[3:8])
+        row = rows[name]
+        assert per_token == f"{row['bytes_per_token']:,}"
+        assert gib == f"{row['request_bytes'] / 2**30:.3f}"
+        assert requests == str(row["fitting"])
+        assert ms == f"{1e3 * row['latency']:.1f}"
+
+
+def test_the_readme_shows_four_shapes_on_two_gpus() -> None:
+    assert len(COMMANDS) == 8
+    assert len([line for line in README.splitlines() if line.startswith("| deepseek-v3 | 16 × ")]) == 4

@@ -102,9 +102,13 @@ def plan(model: ServedModel, deployment: Deployment) -> Capacity:
     """Count.
 
     Raises:
-        UsageError: heads cannot be dealt out to the GPUs, or the context is longer than the model's.
+        UsageError: the engine serves nothing, heads cannot be dealt out to the GPUs, or the context is longer
+            than the model's.
         PlanRefused: the weights do not fit, or nothing does beside them.
     """
+    if not _serves(deployment.engine):
+        serving = ", ".join(engine.name for engine in engines.ENGINES if _serves(engine))
+        raise UsageError(f"{deployment.engine.title} serves no quantized cache; --engine takes {serving}")
     if deployment.context > model.max_context:
         raise UsageError(
             f"--context {deployment.context} is longer than the {model.max_context} tokens of the model"
@@ -148,13 +152,14 @@ def _too_large(model: ServedModel, deployment: Deployment) -> str:
     )
 
 
-def _served_by(fmt: KVFormat, model: ServedModel) -> tuple[str, ...]:
-    """Engines that store this model's cache so.
+def _serves(engine: EngineSpec) -> bool:
+    """transformers only emulates a quantized cache, and a kernel alone serves nobody."""
+    return not engine.standalone and engine != engines.TRANSFORMERS
 
-    transformers only emulates it, a kernel alone serves nobody, and vLLM is one engine with two forms.
-    """
-    others = (engines.TRANSFORMERS, engines.VLLM_MODELOPT)
-    serving = [engine for engine in engines.ENGINES if not engine.standalone and engine not in others]
+
+def _served_by(fmt: KVFormat, model: ServedModel) -> tuple[str, ...]:
+    """Engines that store this model's cache so; vLLM is one, with two forms."""
+    serving = [e for e in engines.ENGINES if _serves(e) and e != engines.VLLM_MODELOPT]
     return tuple(e.name for e in serving if fmt.name in (e.latent_formats if model.latent else e.cache_dtype))
 
 

@@ -75,6 +75,13 @@ def test_a_folder_needs_no_more_than_its_config(kvcal: Callable[..., Any], tmp_p
         ("plan --gpu h101 --shape llama-3-8b", 2, "unknown GPU 'h101'; known: auto, a100-40gb"),
         ("plan --gpu h100 --shape llama-9", 2, "unknown shape 'llama-9'; known: deepseek-v3"),
         ("plan --gpu h100 --shape llama-3-8b --engine vllmm", 2, "unknown engine 'vllmm'"),
+        ("plan --gpu h100 --shape llama-3-8b --engine all", 2, "unknown engine 'all'"),
+        ("plan --gpu h100 --shape llama-3-8b --engine transformers", 2, "serves no quantized cache"),
+        (
+            "plan --gpu h100 --shape llama-3-8b --engine kernel",
+            2,
+            "--engine takes vllm, vllm-modelopt, sglang",
+        ),
         ("plan --gpu h100 --shape llama-3-8b --samples 3", 2, "--samples says nothing about capacity"),
         ("plan --gpu h100 --shape llama-3-8b --recipe fp8", 2, "--recipe says nothing about capacity"),
         ("plan --gpu h100 --shape llama-3-8b --format fp8", 2, "--format says nothing about capacity"),

@@ -153,7 +153,7 @@ def _too_large(model: ServedModel, deployment: Deployment) -> str:
 
 
 def _serves(engine: EngineSpec) -> bool:
-    """transformers only emulates a quantized cache, and a kernel alone serves nobody."""
+    """Whether it serves: transformers only emulates a quantized cache, and a kernel alone is no engine."""
     return not engine.standalone and engine != engines.TRANSFORMERS
 
 

@@ -125,7 +125,13 @@ def comparison(path: Path, layers: int = 32) -> Path:
     def row(serves: str | None, kl: float) -> dict[str, Any]:
         return {"serves": serves, "fidelity": {"kl_mean": kl}}
 
-    rows = [row("fp8", 0.04), row("fp8", 0.03), row(None, 0.001), row("int4_per_token_head", 0.2)]
+    rows = [
+        row("fp8", 0.04),
+        row("fp8", 0.03),
+        row("fp8", 0.05),
+        row(None, 0.001),
+        row("int4_per_token_head", 0.2),
+    ]
     document = {"rows": rows, "manifest": {"architecture": {"layers": layers}}}
     (path / "compare.json").write_text(json.dumps(document))
     return path

@@ -103,6 +103,16 @@ def test_a_format_may_hold_requests_where_16_bits_hold_none() -> None:
     assert recommendation.choose(found, {}, 0.1).format == "fp8_e4m3"
 
 
+@pytest.mark.parametrize(("spare", "fitting"), [(12 * 32 - 1, 0), (12 * 32, 1)])
+def test_static_scales_take_their_bytes(spare: int, fitting: int) -> None:
+    """Three float32 numbers for each of 32 layers, beside one request of 64 KiB per token."""
+    room = 4096 * 64 * 1024 + spare
+    tight = replace(MODELS["llama-3-8b"], weights_bytes=81559 * 2**20 * 0.5 - room)
+    found = rows(capacity.plan(tight, Deployment(H100, engines.VLLM, 4096, headroom=0.5)))
+    assert found["fp8_e4m3"].fitting == fitting
+    assert found["int4_per_token_head"].fitting == 1
+
+
 def test_contexts_beyond_the_model_are_refused() -> None:
     with pytest.raises(UsageError, match="longer than the 8192 tokens"):
         planned("llama-3-8b", context=8193)

@@ -100,6 +100,11 @@ class Layerwise:
         found: Iterator[torch.nn.Module] = self._model.modules()
         return found
 
+    def get_submodule(self, path: str) -> torch.nn.Module:
+        """A module by its path; the weights of a layer are on ``meta`` but for its turn."""
+        found: torch.nn.Module = self._model.get_submodule(path)
+        return found
+
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those outside the layers; a layer's are looked at when they are loaded."""
         return ((name, p) for name, p in self._model.named_parameters() if name not in self._maps)

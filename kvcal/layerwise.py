@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +22,8 @@ from accelerate.hooks import remove_hook_from_module
 from accelerate.utils import set_module_tensor_to_device
 from transformers import Cache, DynamicCache
 
-from kvcal import models
-from kvcal.arch import ModelSpec
 from kvcal.data import Batch
 from kvcal.errors import ModelError
-from kvcal.models import Trust
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -84,6 +80,7 @@ class Layerwise:
         self.config, self.dtype, self.device = model.config, model.dtype, device
         self._model, self._path, self._scratch = model, path, scratch
         self._layers = model.get_submodule(path)
+        self._sound: set[str] = set()  # parameters that were looked at
         self._maps = {
             f"{name}.{leaf}": (module._hf_hook.weights_map, leaf)
             for name, module in model.named_modules()
@@ -98,6 +95,11 @@ class Layerwise:
     def modules(self) -> Iterator[torch.nn.Module]:
         """Every module, as of the model."""
         found: Iterator[torch.nn.Module] = self._model.modules()
+        return found
+
+    def get_submodule(self, path: str) -> torch.nn.Module:
+        """A module by its path; the weights of a layer are on ``meta`` but for its turn."""
+        found: torch.nn.Module = self._model.get_submodule(path)
         return found
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -254,13 +256,11 @@ class Layerwise:
         buffers = [name for name, _ in layer.named_buffers()]
         try:
             for name in names:
-                weight = self.get_parameter(f"{self._path}.{index}.{name}")
-                if weight.is_floating_point() and not bool(torch.stack(weight.aminmax()).isfinite().all()):
-                    raise ModelError(
-                        f"layer {index}: {self._path}.{index}.{name} holds NaN or infinity;"
-                        " download the model again"
-                    )
-                _place(layer, name, self.device, weight)
+                whole = f"{self._path}.{index}.{name}"
+                _place(layer, name, self.device, self.get_parameter(whole))
+                if whole not in self._sound:
+                    _require_finite(index, whole, layer.get_parameter(name))
+                    self._sound.add(whole)
             for name in buffers:
                 _place(layer, name, self.device)
             yield layer
@@ -330,52 +330,9 @@ class _Run:
         self._piece.hidden[self._variant] = (out[0] if isinstance(out, tuple) else out).cpu()
 
 
-def load(folder: Path, spec: ModelSpec, device: torch.device, trust: Trust) -> Layerwise:
-    """A model whose layers stay in the checkpoint; otherwise as :func:`kvcal.models.load`.
-
-    Raises:
-        ModelError: also if its layers are not in one list.
-    """
-    scratch = tempfile.TemporaryDirectory(prefix="kvcal-layers-")
-    with torch.device("meta"):
-        empty = models.without_weights(folder, trust)
-    path = list_of_layers(empty, [layer.module for layer in spec.layers])
-    where = {"device_map": layers_on_disk(empty, path), "offload_folder": scratch.name}
-    return Layerwise(
-        models.read(folder, spec, models.dtype_on(device, spec), trust, where), path, device, scratch
-    )
-
-
-def list_of_layers(model: torch.nn.Module, attention: Sequence[str]) -> str:
-    """Path of the module list that holds the decoder layers, from the paths of their attention.
-
-    Raises:
-        ModelError: they are not in one list.
-    """
-    found = set()
-    for path in attention:
-        parts = path.split(".")
-        prefixes = (".".join(parts[:stop]) for stop in range(1, len(parts)))
-        lists = [p for p in prefixes if isinstance(model.get_submodule(p), torch.nn.ModuleList)]
-        found.add(lists[0] if lists else "")
-    if len(found) != 1 or "" in found:
-        raise ModelError(
-            f"{type(model).__name__} has its decoder layers not in one list, so it cannot run layer by layer;"
-            " use --device-map auto"
-        )
-    return found.pop()
-
-
-def layers_on_disk(model: torch.nn.Module, path: str) -> dict[str, str]:
-    """A device map with what is in ``path`` on the disk and all else on the CPU."""
-    found: dict[str, str] = {}
-    prefix, module = "", model
-    for step in path.split("."):
-        found |= {f"{prefix}{name}": "cpu" for name, _ in module.named_parameters(recurse=False)}
-        found |= {f"{prefix}{name}": "cpu" for name, _ in module.named_children()}
-        del found[f"{prefix}{step}"]
-        module, prefix = module.get_submodule(step), f"{prefix}{step}."
-    return found | {path: "disk"}
+def _require_finite(index: int, name: str, weight: torch.Tensor) -> None:
+    if weight.is_floating_point() and not bool(torch.stack(weight.aminmax()).isfinite().all()):
+        raise ModelError(f"layer {index}: {name} holds NaN or infinity; download the model again")
 
 
 def _without_hidden(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[torch.Tensor, _Call]:

@@ -49,8 +49,23 @@ def render(report: Report, plan: Plan, source_name: str) -> str:
         "",
         "</details>",
         "",
+        *_memory_lines(report["memory"]),
     ]
     return "\n".join(lines)
+
+
+def _memory_lines(memory: Report) -> list[str]:
+    how = memory["device_map"]
+    return [
+        f"| memory (device map: {how}) | device | expected | peak |",
+        "|---|---|---:|---:|",
+        *(
+            f"| {name} | {each['device']} | {each['expected_bytes'] / 2**30:.2f} GiB |"
+            f" {each['peak_bytes'] / 2**30:.2f} GiB |"
+            for name, each in memory["passes"].items()
+        ),
+        "",
+    ]
 
 
 def _folds_lines(folds: Report | None) -> list[str]:

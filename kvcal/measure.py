@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from kvcal import calibrate, data, evaluate, folding, manifest, mixed, objectives, scales, validate
+from kvcal import calibrate, data, evaluate, folding, manifest, memory, mixed, objectives, scales, validate
 from kvcal.cache import QuantizedCache
 from kvcal.errors import ModelError
 from kvcal.evaluate import Evaluation
@@ -33,7 +33,7 @@ Weights = Callable[[], AbstractContextManager[None]]
 
 @dataclass
 class Job:
-    """What the steps work on."""
+    """What the steps work on. ``memory``: what each pass was expected to take, and took."""
 
     plan: Plan
     model: Any
@@ -41,6 +41,7 @@ class Job:
     held_out: data.TokenSet
     narrator: Narrator
     clock: manifest.Clock
+    memory: dict[str, Any] = field(default_factory=dict)
 
     def forget_model(self) -> None:
         """Free its memory."""
@@ -201,10 +202,13 @@ def validated(model: Any, cache: QuantizedCache, held_out: data.TokenSet, narrat
 
 
 def _statistics(job: Job, name: str, text: data.TokenSet) -> Statistics:
-    with job.narrator.bar(name, text.tokens) as on_tokens:
-        found = calibrate.calibrate(
-            job.model, job.plan, text, on_tokens=on_tokens, collect=scales.collect(job.plan)
-        )
+    collect, batch_size = scales.collect(job.plan), job.plan.recipe.calibration.batch_size
+    expected = memory.estimate(job.model, job.plan.model, text, batch_size, collect=collect)
+    with (
+        memory.watched(name, job.model, expected, job.memory, job.narrator.say),
+        job.narrator.bar(name, text.tokens) as on_tokens,
+    ):
+        found = calibrate.calibrate(job.model, job.plan, text, on_tokens=on_tokens, collect=collect)
     job.clock.lap(name)
     return found
 
@@ -223,10 +227,14 @@ def _cache(plan: Plan, statistics: Statistics, model: Any) -> QuantizedCache:
 
 
 def _evaluations(job: Job, caches: dict[str, tuple[QuantizedCache, Weights]]) -> dict[str, Evaluation]:
-    with job.narrator.bar("evaluate", job.held_out.tokens) as on_tokens:
-        found = evaluate.evaluations(
-            job.model, caches, job.plan.recipe.evaluation.batch_size, job.held_out, on_tokens=on_tokens
-        )
+    batch_size, text = job.plan.recipe.evaluation.batch_size, job.held_out
+    runs = 1 + len(caches) * (2 if job.plan.format.rounds_query else 1)
+    expected = memory.estimate(job.model, job.plan.model, text, batch_size, variants=runs)
+    with (
+        memory.watched("evaluate", job.model, expected, job.memory, job.narrator.say),
+        job.narrator.bar("evaluate", text.tokens) as on_tokens,
+    ):
+        found = evaluate.evaluations(job.model, caches, batch_size, text, on_tokens=on_tokens)
     job.clock.lap("evaluate")
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,10 +96,11 @@ def _usable(found: data.TokenSet, resolved: Plan | Trial, narrator: Narrator) ->
 
 def quiet_libraries() -> None:
     """Their progress bars and advice would drown ours; errors still come as exceptions."""
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
 
 
 def recorded_plan(folder: Path, changes: Mapping[str, Any] | None = None) -> Plan:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
-from kvcal import layerwise, models
+from kvcal import models
 from kvcal.arch import ModelSpec
 from kvcal.errors import ModelError, UsageError
+from kvcal.layerwise import Layerwise
 from kvcal.models import Trust
 
 DeviceMap = Literal["one", "auto", "layerwise"]
@@ -64,7 +65,7 @@ def load(folder: Path, spec: ModelSpec, placement: Placement, trust: Trust) -> A
             f"{folder}: its weights are {kind} and cannot be read layer by layer or from the disk; {_ONE}"
         )
     if placement.device_map == "layerwise":
-        return layerwise.load(folder, spec, placement.device, trust)
+        return _streamed(folder, spec, placement.device, trust)
     return _spread(folder, spec, placement, trust)
 
 
@@ -89,6 +90,49 @@ def refusals(placement: Placement, *, folds: bool, weights: bool) -> list[str]:
             f"--device-map {placement.device_map}: llm-compressor quantizes weights in memory; {_ONE}"
         )
     return found
+
+
+def _streamed(folder: Path, spec: ModelSpec, device: torch.device, trust: Trust) -> Layerwise:
+    """A model whose layers stay in the checkpoint."""
+    scratch = tempfile.TemporaryDirectory(prefix="kvcal-layers-")
+    with torch.device("meta"):
+        empty = models.without_weights(folder, trust)
+    path = list_of_layers(empty, [layer.module for layer in spec.layers])
+    where = {"device_map": layers_on_disk(empty, path), "offload_folder": scratch.name}
+    model = models.read(folder, spec, models.dtype_on(device, spec), trust, where)
+    return Layerwise(model, path, device, scratch)
+
+
+def list_of_layers(model: torch.nn.Module, attention: Sequence[str]) -> str:
+    """Path of the module list that holds the decoder layers, from the paths of their attention.
+
+    Raises:
+        ModelError: they are not in one list.
+    """
+    found = set()
+    for path in attention:
+        parts = path.split(".")
+        prefixes = (".".join(parts[:stop]) for stop in range(1, len(parts)))
+        lists = [p for p in prefixes if isinstance(model.get_submodule(p), torch.nn.ModuleList)]
+        found.add(lists[0] if lists else "")
+    if len(found) != 1 or "" in found:
+        raise ModelError(
+            f"{type(model).__name__} has its decoder layers not in one list, so it cannot run layer by layer;"
+            " use --device-map auto"
+        )
+    return found.pop()
+
+
+def layers_on_disk(model: torch.nn.Module, path: str) -> dict[str, str]:
+    """A device map with what is in ``path`` on the disk and all else on the CPU."""
+    found: dict[str, str] = {}
+    prefix, module = "", model
+    for step in path.split("."):
+        found |= {f"{prefix}{name}": "cpu" for name, _ in module.named_parameters(recurse=False)}
+        found |= {f"{prefix}{name}": "cpu" for name, _ in module.named_children()}
+        del found[f"{prefix}{step}"]
+        module, prefix = module.get_submodule(step), f"{prefix}{step}."
+    return found | {path: "disk"}
 
 
 def _spread(folder: Path, spec: ModelSpec, placement: Placement, trust: Trust) -> Any:

@@ -111,6 +111,7 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
             out = str(stage.destination)
             serve, before = targets.serve_command(out, resolved), targets.before_serving(out, resolved)
             document = report.build(resolved, outcome, folds, results, findings, serve, before)
+            document["memory"] = {"device_map": compute["device_map"], "passes": job.memory}
             outcome.statistics.save(stage.records / "statistics.safetensors")
             if resolved.granularity is not None and outcome.cache.scales is not None:
                 outcome.cache.scales.save(stage.records / "scales.safetensors")
@@ -118,6 +119,7 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
             bundle.write_json(
                 stage.records / "manifest.json",
                 manifest.build(source, resolved, compute, text, held_out, clock.laps)
+                | {"memory": job.memory}
                 | {"sha256": bundle.hashes(stage.folder, onto_base.folding.tensors if onto_base else ())},
             )
             if document["mixed"] is not None:

@@ -65,6 +65,7 @@ RANKS: dict[str, float] = {
     "layerwise": 6.7,
     "forward": 6.8,
     "placement": 6.8,
+    "memory": 6.8,
     "calibrate": 7,
     "weights": 7.5,
     "objectives": 7.8,

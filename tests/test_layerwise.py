@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
-from kvcal import arch, calibrate, evaluate, layerwise, models, placement, scales, sources, validate
+from kvcal import arch, calibrate, evaluate, models, placement, scales, sources, validate
 from kvcal.cache import QuantizedCache
 from kvcal.calibrate import View
 from kvcal.errors import ModelError
@@ -22,12 +22,13 @@ from tests import tiny
 from tests.test_calibrate import MIXED, plan_for, token_set
 
 CPU = torch.device("cpu")
+LAYERWISE = placement.named("cpu", "layerwise")
 
 
 def both(folder: Path) -> tuple[Any, Layerwise, arch.ModelSpec]:
     spec = arch.read(sources.read_config(folder))
     whole = models.load(folder, spec, CPU, models.TRUST_NOTHING)
-    return whole, layerwise.load(folder, spec, CPU, models.TRUST_NOTHING), spec
+    return whole, placement.load(folder, spec, LAYERWISE, models.TRUST_NOTHING), spec
 
 
 def require_equal(found: Statistics, expected: Statistics) -> None:
@@ -110,7 +111,7 @@ def test_layers_that_return_tuples_get_theirs_back(tmp_path: Path, monkeypatch: 
     plain = LlamaDecoderLayer.forward
     monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda self, *a, **n: (plain(self, *a, **n), "more"))
     monkeypatch.setattr(LlamaModel, "forward", _over_tuples(LlamaModel.forward))
-    streamed = layerwise.load(folder, spec, CPU, models.TRUST_NOTHING)
+    streamed = placement.load(folder, spec, LAYERWISE, models.TRUST_NOTHING)
     require_equal(calibrate.views(streamed, spec.layers, 2, tokens, (View(),))[View()], expected)
 
 

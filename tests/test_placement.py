@@ -11,9 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvcal import arch, models, placement, sources
+from kvcal import arch, calibrate, evaluate, models, placement, scales, sources, validate
+from kvcal.cache import QuantizedCache
+from kvcal.calibrate import View
 from kvcal.errors import ModelError, UsageError
+from kvcal.evaluate import Variant
+from kvcal.formats import FP8_E4M3
 from tests import tiny
+from tests.test_calibrate import MIXED, plan_for, token_set
+from tests.test_layerwise import require_equal
 
 MAPS = ("auto", "layerwise")
 # Weights that are stored otherwise than the model has them, tied ones, and several kinds of masks.
@@ -115,3 +121,38 @@ def test_quantized_weights_are_refused_by_name(device_map: str, tmp_path: Path) 
 def test_placements_that_cannot_be_meant(options: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         placement.named(*options)
+
+
+def spread_is_whole(folder: Path, limits: str) -> set[str]:
+    """Statistics of a spread model against one on the first GPU; the devices of the spread one."""
+    spec, tokens = arch.read(sources.read_config(folder)), token_set(MIXED)
+    whole = models.load(folder, spec, torch.device("cuda:0"), models.TRUST_NOTHING)
+    where = placement.named("cuda", "auto", limits)
+    spread = placement.load(folder, spec, where, models.TRUST_NOTHING)
+    wanted = (View(skip=2),)
+    expected, found = (
+        calibrate.views(model, spec.layers, 3, tokens, wanted, collect="distribution")[wanted[0]]
+        for model in (whole, spread)
+    )
+    require_equal(found, expected)
+    cache = QuantizedCache(FP8_E4M3, scales.compute(expected, plan_for(whole)))
+    variants = {"k, v, q": Variant(cache, with_query=True)}
+    assert evaluate.fidelities(spread, variants, 3, tokens) == evaluate.fidelities(whole, variants, 3, tokens)
+    assert validate.validate(spread, cache, tokens) == validate.validate(whole, cache, tokens)
+    return set(map(str, spread.hf_device_map.values()))
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_its_turn_with_weights_on_the_cpu_and_the_disk(tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path / "model", num_hidden_layers=6)
+    size = (folder / "model.safetensors").stat().st_size // 1000
+    found = spread_is_whole(folder, f"0={size * 2 // 3}KB,cpu={size // 3}KB")
+    assert {"0", "disk"} <= found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_layers_on_two_gpus(tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path / "model", num_hidden_layers=6)
+    size = (folder / "model.safetensors").stat().st_size // 1000
+    assert spread_is_whole(folder, f"0={size}KB,1={size * 2}KB") == {"0", "1"}

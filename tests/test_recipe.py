@@ -74,7 +74,7 @@ def test_all_faults_are_listed_at_once_with_path_value_and_fix() -> None:
         ("gates: {kl_men: 1}", "gates.kl_men: unknown field; did you mean 'kl_mean'?"),
         (
             "evaluation: {zzz: 1}",
-            "evaluation.zzz: unknown field; known here: batch_size, column, dataset, samples, seq_len, split",
+            "evaluation.zzz: unknown field; known here: batch_size, chunk, column, dataset, samples,",
         ),
         ("evaluation: {seed: 1}", "evaluation.seed: unknown field; known here: batch_size,"),
         ("folds: {transform: [key_scale]}", "folds.transform: unknown field; did you mean 'transforms'?"),

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kvcal import latent as latents
 from kvcal.errors import ModelError, PlanRefused
+from kvcal.latent import LatentSpec
 
 LayerKind = Literal["full", "sliding"]
 Rope = Literal["half", "interleaved", "none"]
@@ -54,6 +56,9 @@ class Family:
     ``qk_norm``, ``norm_adds_one``, ``q_norm`` and ``k_norm`` are those of :class:`ModelSpec`. ``key_bias``
     says whether K has a bias, or names the config field that does. ``refused`` has the config fields that
     must not be set, as no :class:`ModelSpec` can describe the outcome, with why.
+
+    ``latent``: the layers cache a latent and a rotary key (:mod:`kvcal.latent`); ``rope`` is then the pairing
+    of that key as it is cached.
     """
 
     model_type: str
@@ -70,12 +75,20 @@ class Family:
     k_norm: str = "k_norm"
     key_bias: bool | str = "attention_bias"
     refused: Mapping[str, str] = field(default_factory=dict)
+    latent: bool = False
 
 
 # Qwen: a window that is only used on request, and then from one layer on.
 _OPTIONAL_WINDOW = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 _GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 _EVERY_FOURTH_FULL = {"sliding_window": 4096, "sliding_window_pattern": 4}
+_LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
 # vLLM does not implement them either.
 _QK_LAYERNORM = {"qk_layernorm": "LayerNorms of Q and K, with a mean and a bias, are not handled"}
 
@@ -154,13 +167,14 @@ FAMILIES: dict[str, Family] = {
             qk_norm="head",
             key_bias=False,
         ),
+        Family("deepseek_v2", defaults=_LATENT, rope="interleaved", latent=True),
+        # Pairs lie side by side in the weights, and half a key apart once they are rotated.
+        Family("deepseek_v3", defaults=_LATENT, latent=True),
     )
 }
 
 # Families people will try, with the reason they are refused instead of being called merely unknown.
 _REFUSED_FAMILIES: dict[str, str] = {
-    "deepseek_v2": "caches a latent (MLA) instead of K and V",
-    "deepseek_v3": "caches a latent (MLA) instead of K and V",
     "gpt2": "vLLM drops scales of an attention module that is itself named attn",
     "gpt_oss": "learned attention sinks are not emulated yet",
     "qwen3_next": "hybrid of linear and full attention",
@@ -178,6 +192,10 @@ class LayerSpec:
     Of each head's channels the first ``rotary_dim`` rotate, in pairs: channel ``i`` with
     ``i + rotary_dim / 2`` (``half``) or ``2i`` with ``2i + 1`` (``interleaved``). A layer without positions
     has ``rope`` ``none`` and ``rotary_dim`` 0.
+
+    A layer with a ``latent`` has one KV head of ``head_dim`` channels, the latent and then the rotary key,
+    whose channels rotate. Its K is the latent, its V the rotary key, as transformers' cache has them; its Q
+    has the up-projection absorbed and meets both.
     """
 
     index: int
@@ -188,6 +206,7 @@ class LayerSpec:
     head_dim: int
     rope: Rope
     rotary_dim: int
+    latent: LatentSpec | None = None
 
     @property
     def channel_ties(self) -> tuple[int, ...]:
@@ -201,11 +220,21 @@ class LayerSpec:
             rotating = [channel // 2 for channel in range(self.rotary_dim)]
         else:
             rotating = [*range(pairs), *range(pairs)]
-        return (*rotating, *range(pairs, pairs + self.head_dim - self.rotary_dim))
+        others = range(pairs, pairs + self.head_dim - self.rotary_dim)
+        return (*others, *rotating) if self.latent else (*rotating, *others)
 
     def heads_of(self, side: str) -> int:
         """Heads of k, v or q: Q counts query heads, K and V count KV heads."""
         return self.heads if side == "q" else self.kv_heads
+
+    def size_of(self, side: str) -> int:
+        """Channels of a head of k, v or q."""
+        return self.head_dim if self.latent is None else self.latent.size_of(side)
+
+    @property
+    def cached_elements(self) -> int:
+        """Elements that one token adds to the layer's cache."""
+        return sum(self.kv_heads * self.size_of(side) for side in ("k", "v"))
 
 
 @dataclass(frozen=True)
@@ -239,7 +268,12 @@ class ModelSpec:
     @property
     def cached_elements_per_token(self) -> int:
         """Elements of K and V that one token adds to the cache of all layers."""
-        return sum(2 * layer.kv_heads * layer.head_dim for layer in self.layers)
+        return sum(layer.cached_elements for layer in self.layers)
+
+    @property
+    def latent(self) -> LatentSpec | None:
+        """Of the layers of a model that caches latents, which are all alike."""
+        return self.layers[0].latent
 
 
 def read(config: Mapping[str, Any]) -> ModelSpec:
@@ -282,7 +316,11 @@ def read(config: Mapping[str, Any]) -> ModelSpec:
     if head_dim > _MAX_HEAD_DIM:
         raise ModelError(f"config.json: head_dim is {head_dim}, more than any model has")
 
-    rotary_dim = _rotary_dim(config, family, head_dim)
+    latent = latents.read(config) if family.latent else None
+    if latent is not None:
+        kv_heads, head_dim, rotary_dim = 1, latent.width, latent.rotary
+    else:
+        rotary_dim = _rotary_dim(config, family, head_dim)
     kinds = _layer_kinds(config, layer_count)
     everywhere = family.rope_layers == "all" or (
         family.rope_layers == "hybrid" and _sliding_window(config) is None
@@ -314,6 +352,7 @@ def read(config: Mapping[str, Any]) -> ModelSpec:
                 head_dim=head_dim,
                 rope=family.rope if rotates[index] else "none",
                 rotary_dim=rotary_dim if rotates[index] else 0,
+                latent=latent,
             )
             for index in range(layer_count)
         ),

@@ -80,6 +80,8 @@ class QuantizedCache:
         return (found_q if with_query else q), found_k, found_v
 
     def _round(self, layer: int, side: str, x: torch.Tensor) -> torch.Tensor:
+        if self.format.latent_only and side == "v":  # the rotary key
+            return x.to(torch.bfloat16).to(x.dtype)
         if self.scales is None:
             return online.quantize_dequantize(x, self.format)
         scale = self.scales.layers[layer][side]  # type: ignore[index]

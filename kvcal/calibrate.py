@@ -212,7 +212,9 @@ def _kept(step: Step, spans: list[slice], skip: int, device: torch.device) -> to
 
 def _shapes(layers: Sequence[LayerSpec]) -> dict[tuple[int, Side], tuple[int, int]]:
     """``(heads, head_dim)`` of every layer and side."""
-    return {(layer.index, side): (layer.heads_of(side), layer.head_dim) for layer in layers for side in SIDES}
+    return {
+        (layer.index, side): (layer.heads_of(side), layer.size_of(side)) for layer in layers for side in SIDES
+    }
 
 
 def _require_shape(

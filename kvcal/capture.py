@@ -2,7 +2,8 @@
 
 It enters through transformers' ``AttentionInterface``: every layer hands its tensors, after RoPE and
 QK-norm and before heads are repeated for GQA, to one function. kvcal puts its own in front of the one the
-model uses, and afterwards leaves model and registry as they were.
+model uses, and afterwards leaves model and registry as they were. Of a layer that caches a latent it shows
+the latent, and puts what comes back through the layer's up-projection again.
 """
 
 from __future__ import annotations
@@ -11,17 +12,22 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from kvcal import expansion
 from kvcal.errors import ModelError
+from kvcal.expansion import Cached, Expansion
 from kvcal.kernels import reference
 
 _names = (f"kvcal_{n}" for n in itertools.count())
+
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,10 @@ class AttentionCall:
     ``(batch, kv_heads, tokens, head_dim)``. ``window`` counts visible keys, the query's own included.
     ``rotary`` is what RoPE multiplied Q and K by, ``(cos, sin)``, each ``(1 or batch, tokens, rotary_dim)``;
     None in a layer without positions, or if it was not asked for.
+
+    With an ``expansion``, ``key`` is the cached latent ``(batch, 1, tokens, rank)`` and ``value`` the rotary
+    key ``(batch, 1, tokens, rotary)``; ``query`` has the up-projection absorbed and meets both,
+    ``(batch, heads, tokens, rank + rotary)``.
     """
 
     layer: int
@@ -42,9 +52,14 @@ class AttentionCall:
     window: int | None
     softcap: float | None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    expansion: Expansion | None = None
 
-
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    def attended(self, replaced: Tensors | None = None) -> Tensors:
+        """Q, K and V to attend with where ``replaced`` is in place of ``query``, ``key`` and ``value``."""
+        query, key, value = replaced or (self.query, self.key, self.value)
+        if self.expansion is None:
+            return query, key, value
+        return self.expansion.attended(None if query is self.query else query, key, value)
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,7 @@ def intercept(
     own_name = config._attn_implementation
     name = next(_names)
     rotations: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
+    latents: Cached = {}
 
     def attend(
         module: torch.nn.Module,
@@ -85,27 +101,30 @@ def intercept(
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> Any:
-        replaced = see(
-            AttentionCall(
-                layer=module.layer_idx,  # type: ignore[arg-type]
-                query=query,
-                key=key,
-                value=value,
-                scaling=kwargs["scaling"],
-                window=kwargs.get("sliding_window"),
-                softcap=kwargs.get("softcap"),
-                rotary=rotations.get(module),
-            )
+        call = AttentionCall(
+            layer=module.layer_idx,  # type: ignore[arg-type]
+            query=query,
+            key=key,
+            value=value,
+            scaling=kwargs["scaling"],
+            window=kwargs.get("sliding_window"),
+            softcap=kwargs.get("softcap"),
+            rotary=rotations.get(module),
         )
+        if module in latents:
+            call = _of_latent(call, module, *latents.pop(module))
+        replaced = see(call)
         if isinstance(replaced, Versions):
             query, key, value, attention_mask = _side_by_side(replaced, attention_mask, kwargs)
         elif replaced is not None:
-            query, key, value = replaced
+            query, key, value = call.attended(replaced)
         return _own_function(own_name, module)(module, query, key, value, attention_mask, **kwargs)
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[own_name])
-    hooks = _note_rotations(model, rotations) if rotary else []
+    hooks = expansion.note_cached(model, latents)
+    if rotary:
+        hooks += _note_rotations(model, rotations)
     try:
         config._attn_implementation = name
         yield
@@ -115,6 +134,13 @@ def intercept(
             hook.remove()
         del AttentionInterface._global_mapping[name]
         del AttentionMaskInterface._global_mapping[name]
+
+
+def _of_latent(
+    call: AttentionCall, module: torch.nn.Module, latent: torch.Tensor, rotary: torch.Tensor
+) -> AttentionCall:
+    expansion = Expansion(module, call.query)
+    return replace(call, query=expansion.absorbed(), key=latent, value=rotary, expansion=expansion)
 
 
 def _own_function(name: str, module: torch.nn.Module) -> Callable[..., Any]:
@@ -156,6 +182,8 @@ def _note_rotations(
 
     def note(module: torch.nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
         given = kwargs.get("position_embeddings")
+        if isinstance(given, torch.Tensor):  # DeepSeek-V2: cos + i sin, once per pair of neighbours
+            given = (given.real.repeat_interleave(2, -1), given.imag.repeat_interleave(2, -1))
         if given is not None:
             found[module] = given
 

@@ -12,6 +12,7 @@ from kvcal.options import (
     CALIBRATION_FIELDS,
     BatchSize,
     Device,
+    Engine,
     Format,
     GranularityName,
     Json,
@@ -147,6 +148,38 @@ def bench_reduction(
     terminal.print_rows(
         run.run_bench_reduction(request_of(model, device=device), recipe, terminal.narrator()), as_json
     )
+
+
+@app.command("phase")
+def bench_phase(
+    ctx: typer.Context,
+    model: Model = "demo",
+    format: Format = None,
+    granularity: GranularityName = None,
+    engine: Engine = None,
+    bands: Annotated[int, typer.Option(min=1, help="Bands of RoPE pairs, by frequency.")] = 8,
+    samples: Samples = 8,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Say which frequency bands of RoPE make the logit error of cached K, by distance.
+
+    Half of the calibration text sets the scales, the other half is measured. Tells whether a band would pay
+    its 16 bits. Distances reach as far as a sample is long.
+
+    Example: kvcal bench phase --model demo --format fp8 --seq-len 2048
+    """
+    from kvcal import phase_report, run
+
+    recipe = recipe_named(None, changes(ctx, CALIBRATION_FIELDS))
+    request = request_of(model, device=device)
+    found, resolved = run.run_bench_phase(request, recipe, bands, terminal.narrator())
+    if as_json:
+        terminal.print_json(phase_report.document(found, resolved.format.name))
+    else:
+        phase_report.show(terminal.console(), found, resolved.format.name)
 
 
 @app.command("attention")

@@ -53,7 +53,8 @@ class EngineSpec:
         scalar_quant_methods: ``quant_method`` of base weights beside which scales per tensor are read, with
             nothing about them in the config.
         scale_suffixes: side -> suffix of the tensor, appended to the attention module's path.
-        backends: granularity -> attention backends that consume it, for the user to read.
+        backends: granularity -> attention backends that consume it, for the user to read; ``latent``: those
+            that read cached latents.
         decode_time: format -> time of decode attention relative to the 16-bit cache, each on its fastest
             backend; measured on one GPU at one long context, so an order of magnitude.
         executes_online: whether it runs rotations of K and Q, or adds an offset to K, that a checkpoint asks
@@ -66,10 +67,13 @@ class EngineSpec:
         unread: format -> why static scales for it reach no kernel.
         needs_hardware: format -> the unit, ``fp8`` or ``fp4``, without which a GPU does not get this cache.
         nvidia_only: it runs on no other maker's GPUs.
-        latent_formats: those that it can store a latent (MLA) in.
         approximations: format -> how the engine's own quantizer differs from the one that is measured.
         nvfp4_scale: what the engine takes the scale of an NVFP4 cache to be of its absolute maximum. With
             ``amax/2688`` block scales use all of E4M3, with ``amax/448`` a sixth of it.
+        latent_formats: those in which it can store a cached latent and its rotary key, as one vector.
+        loads_latent_scale: the one scale of that vector reaches its kernels; otherwise it is 1.0.
+        about_latents: what it does with models that cache latents, where it has no format or no scale for
+            them.
         notes: what else the engine ignores, or takes another way.
         answers_live: ``kvcal check --live`` can start it and ask what it holds.
         forgets_over_16_bits: it sets scales to 1.0 when it loads them for a 16-bit cache.
@@ -99,9 +103,11 @@ class EngineSpec:
     unread: Mapping[str, str] = field(default_factory=dict)
     needs_hardware: Mapping[str, Literal["fp8", "fp4"]] = field(default_factory=dict)
     nvidia_only: bool = False
-    latent_formats: tuple[str, ...] = ()
     approximations: Mapping[str, str] = field(default_factory=dict)
     nvfp4_scale: Literal["amax/2688", "amax/448"] = "amax/2688"
+    latent_formats: tuple[str, ...] = ()
+    loads_latent_scale: bool = False
+    about_latents: str = "is not known to quantize a cached latent"
     notes: tuple[str, ...] = ()
     answers_live: bool = False
     forgets_over_16_bits: bool = False
@@ -133,12 +139,19 @@ class EngineSpec:
         ignored = self.ignores(model, fmt, deliver)
         refused = [r for r in self.refusals(model, fmt, granularity, deliver) if r not in ignored]
         if not refused and not ignored:
-            served = self.backends["per_token_head" if fmt.dynamic else "per_tensor"]
-            if granularity is not None:
-                served = self.backends[granularity.name]
+            served = self.backends[self.backends_of(model, fmt, granularity)]
             return Verdict("folded" if deliver == "fold" else "consumed", (f"served by {served}",))
         alternative = self._alternative(model, fmt, granularity, deliver)
         return Verdict("ignored" if ignored else "refused", (*refused, *ignored), alternative)
+
+    @staticmethod
+    def backends_of(model: ModelSpec, fmt: KVFormat, granularity: Granularity | None) -> str:
+        """The key of ``backends`` for what is served."""
+        if model.latent is not None:
+            return "latent"
+        if granularity is not None:
+            return granularity.name
+        return "per_token_head" if fmt.dynamic else "per_tensor"
 
     def _alternative(
         self, model: ModelSpec, fmt: KVFormat, granularity: Granularity | None, deliver: Deliver
@@ -159,7 +172,7 @@ class EngineSpec:
 
     def ignores(self, model: ModelSpec, fmt: KVFormat, deliver: Deliver) -> list[str]:
         """Why static scales beside the weights would be loaded by nobody; empty if they would be."""
-        if deliver == "fold" or fmt.name not in self.cache_dtype or fmt.dynamic:
+        if deliver == "fold" or not self._has(fmt, model) or fmt.dynamic:
             return []
         why = self._reaches(model)
         if fmt.name in self.unread:
@@ -170,7 +183,9 @@ class EngineSpec:
 
     def _reaches(self, model: ModelSpec) -> str | None:
         """Why its loader drops the scales of this model; None if it does not."""
-        if self.families is not None and model.model_type not in self.families:
+        if model.latent is not None and not self.loads_latent_scale:
+            return f"{self.name} {self.version}, {model.model_type}: {self.about_latents}"
+        if self.families is not None and model.model_type not in self.families and model.latent is None:
             what = self.unloaded.get(model.model_type, "is not known to load scales for it")
             return f"{self.name} {self.version}, {model.model_type}: {what}"
         if self.separate_projections and model.projections.fused != "no":
@@ -190,6 +205,10 @@ class EngineSpec:
         known = fmt.name in self.cache_dtype
         if not known:
             reasons.append(self._about_missing_format(fmt))
+        elif fmt.latent_only and model.latent is None:
+            reasons.append(f"{fmt.name} is for models that cache a latent (MLA); use fp8")
+        elif not self._has(fmt, model):
+            reasons.append(self._about_latents(fmt, model))
         elif fmt.block and deliver != "metadata":
             reasons.append(f"folds are not measured for {fmt.name}; use --deliver metadata")
         elif fmt.dynamic and deliver not in self.deliveries(fmt, model):
@@ -203,10 +222,23 @@ class EngineSpec:
                 f"{self.name} {self.version} takes no {granularity.name} scales{why};"
                 f" use {' or '.join(self.granularities)}"
             )
+        if model.latent is not None and granularity is not None and granularity.name == "per_head":
+            reasons.append("all heads read one cached latent, so there is no scale per head; use per_tensor")
         reasons += self._about_weights(model, granularity, deliver)
-        for head_dim in sorted({layer.head_dim for layer in model.layers}) if known else []:
+        sizes = {layer.head_dim for layer in model.layers if layer.latent is None}
+        for head_dim in sorted(sizes) if known else []:
             reasons += self._about_head_dim(head_dim, fmt, granularity)
         return reasons
+
+    def _has(self, fmt: KVFormat, model: ModelSpec) -> bool:
+        """Whether it can store what this model caches in a format."""
+        return fmt.name in (self.cache_dtype if model.latent is None else self.latent_formats)
+
+    def _about_latents(self, fmt: KVFormat, model: ModelSpec) -> str:
+        if not self.latent_formats:
+            return f"{self.name} {self.version}, {model.model_type}: {self.about_latents}"
+        others = " or ".join(self.latent_formats)
+        return f"{self.name} {self.version} stores no cached latent in {fmt.name}; use {others}"
 
     def _nearest(self, fmt: KVFormat) -> str:
         """The format of this engine that is most like ``fmt``."""

@@ -52,6 +52,7 @@ VLLM = EngineSpec(
         "per_tensor": "FlashAttention-3/4, FlashInfer, Triton (compute capability 8.9 and up), ROCm",
         "per_head": "FlashAttention-3 (compute capability 9.0) or FlashAttention-4 (10.0) only",
         "per_token_head": "Triton only",
+        "latent": "FlashMLA, FlashInfer MLA and TokenSpeed MLA, which round Q too, and Triton MLA",
     },
     # `python -m tests.gpu_engine_speed` on one H200, vLLM 0.26.0, one sequence of 131,072 tokens, 32/8 heads
     # of 128: FlashAttention-3 137 us in BF16, 109 in FP8; Triton 1166, 1217 and 1268.
@@ -63,11 +64,13 @@ VLLM = EngineSpec(
     },
     # v1/attention/backends/triton_attn.py stores FP8 from compute capability 8.9 on; FlashInfer does from 8.0
     needs_hardware={"fp8_per_token_head": "fp8"},
-    # the MLA backends: CUTLASS, FlashInfer, FlashMLA, Triton
-    latent_formats=("fp8_e4m3",),
     # config/cache.py kv_cache_dtype_skip_layers; layers/attention/attention.py then takes "auto" for a layer
     skips_layers=True,
     answers_live=True,
+    # quantization/compressed_tensors.py and fp8.py give scales to Attention alone, and MLAAttention is none;
+    # kernels read one _k_scale for latent and rotary key (vllm#37054).
+    latent_formats=("fp8_e4m3",),
+    about_latents="MLA attention has no parameter for a scale, and serves FP8 at scale 1.0 without a word",
     notes=(
         "ignores rotations of K and Q that a checkpoint asks for: it makes transforms of linear layers alone"
         " (compressed_tensors/transform/linear.py)",
@@ -86,14 +89,16 @@ VLLM_MODELOPT = replace(
     head_dim_multiple={"fp8_e4m3": 16},
     smallest_head_dim={"fp8_e4m3": 1},
     decode_time={"fp8_e4m3": 0.79},
-    backends={"per_tensor": VLLM.backends["per_tensor"]},
+    backends={name: VLLM.backends[name] for name in ("per_tensor", "latent")},
     granularities=("per_tensor",),
     scale_suffixes={"k": "k_proj.k_scale", "v": "v_proj.v_scale", "q": "q_scale"},
     base_quant_methods=("modelopt",),
     scalar_quant_methods=(),
     separate_projections=True,
     forgets_over_16_bits=True,
-    notes=("scales are rounded to the model's dtype", "MLA models: none of these names loads"),
+    # intel/auto-round#2370: each name is mapped twice, to one that no parameter has.
+    about_latents="maps the names of MLA scales twice, finds none, warns, and serves FP8 at scale 1.0",
+    notes=("scales are rounded to the model's dtype",),
 )
 
 # K and V alone: nothing maps a q_scale (model_loader/weight_utils.py, maybe_remap_kv_scale_name). The scheme
@@ -106,8 +111,10 @@ SGLANG = EngineSpec(
     cache_dtype={"fp8_e4m3": "fp8_e4m3"},
     loads_scales=("fp8_e4m3",),
     granularities=("per_tensor",),
-    backends={"per_tensor": "FlashAttention-3, FlashInfer, Triton, TRT-LLM MHA"},
-    latent_formats=("fp8_e4m3",),
+    backends={
+        "per_tensor": "FlashAttention-3, FlashInfer, Triton, TRT-LLM MHA",
+        "latent": "its MLA backends",
+    },
     scale_suffixes={"k": "k_scale", "v": "v_scale"},
     base_quant_methods=("compressed-tensors",),
     # load_weights of each model file, run over a kvcal export; sglang#39942 is about the dropped ones.
@@ -118,6 +125,8 @@ SGLANG = EngineSpec(
     )
     | dict.fromkeys(("olmo2", "granite", "stablelm"), "fails with KeyError on a k_scale")
     | {"gpt_neox": "has no model file for it"},
+    latent_formats=("fp8_e4m3",),
+    about_latents="is not known to load scales for MLA models (sglang#18396)",
     notes=(
         "some model files fail with KeyError on a q_scale, so none is written",
         "--quantization-param-path is broken: its floats never reach a kernel (sglang#18818)",
@@ -136,7 +145,7 @@ TRTLLM = EngineSpec(
     cache_dtype={"fp8_e4m3": "fp8", "nvfp4": "nvfp4"},
     loads_scales=("nvfp4",),
     granularities=("per_tensor",),
-    backends={"per_tensor": "the TRTLLM attention backend"},
+    backends=dict.fromkeys(("per_tensor", "latent"), "the TRTLLM attention backend"),
     # linear.py reshapes each to a number, beside the shards of k_proj and v_proj
     scale_suffixes={"k": "k_proj.k_scale", "v": "v_proj.v_scale"},
     base_quant_methods=(UNQUANTIZED,),
@@ -146,10 +155,11 @@ TRTLLM = EngineSpec(
     # docs/source/features/quantization.md, hardware support matrix; DeepSeek-R1 with an FP8 cache
     needs_hardware={"nvfp4": "fp4"},
     nvidia_only=True,
-    latent_formats=("fp8_e4m3",),
     unread={
         "fp8_e4m3": "serves FP8 at scale 1.0 whatever a checkpoint says, and saturates at 448",
     },
+    latent_formats=("fp8_e4m3",),
+    about_latents="serves FP8 at scale 1.0 whatever a checkpoint says",
     notes=(
         "refuses a config that quantizes the cache alone (Pre-quantized checkpoint must have quant_algo);"
         " the cache dtype is a setting, kv_cache_config.dtype",
@@ -169,6 +179,8 @@ TGI = EngineSpec(
     backends={"per_tensor": "FlashInfer and paged attention on CUDA"},
     scale_suffixes={"k": "k_scale", "v": "v_scale"},
     base_quant_methods=("compressed-tensors",),
+    # models/custom_modeling/flash_deepseek_v2_modeling.py, kv_cache.store
+    about_latents="caches K and V of every head, padded, and no latent that could be quantized",
     notes=(
         "ModelOpt's names (k_proj.k_scale) are not found, and 1.0 is served without a word",
         "one number per layer: anything else is a ValueError",
@@ -196,6 +208,7 @@ TRANSFORMERS = EngineSpec(
         "fails with IndexError where no config group names the experts",
     )
     | {"gpt_neox": "finds no k_proj, and leaves K and V as they are"},
+    about_latents="fails with IndexError where no config group names the experts, which these models have",
     notes=(
         "an emulation: K and V are rounded and stay in the model's dtype",
         "scales take the model's dtype: in BF16 only powers of two stay exact",
@@ -240,6 +253,7 @@ LLAMACPP = EngineSpec(
         "int8_per_token_head": "q8_0 has a scale per 32 channels, not per token and head as measured",
         "int4_per_token_head": "q4_0 has a scale per 32 channels, and no zero point",
     },
+    about_latents="rotates a quantized K, of which an MLA model's V is a part (llama.cpp#25391)",
     notes=("keys of a GGUF file hold no KV scale of any kind",),
 )
 
@@ -249,13 +263,17 @@ KERNEL = EngineSpec(
     title="a kernel of your own",
     version="layout 1",
     source="kvcal/export/kernel.py",
-    cache_dtype={"fp8_e4m3": "float8_e4m3fn", "nvfp4": "uint8"},
-    loads_scales=("fp8_e4m3", "nvfp4"),
+    cache_dtype={"fp8_e4m3": "float8_e4m3fn", "nvfp4": "uint8", "fp8_latent_bf16_rope": "float8_e4m3fn"},
+    loads_scales=("fp8_e4m3", "nvfp4", "fp8_latent_bf16_rope"),
     granularities=("per_tensor", "per_head"),
-    backends=dict.fromkeys(("per_tensor", "per_head"), "whatever is given the vectors"),
+    backends=dict.fromkeys(("per_tensor", "per_head", "latent"), "whatever is given the vectors"),
     head_dim_multiple={"nvfp4": 16},
     scale_suffixes={"k": "k_scale", "v": "v_scale", "q": "q_scale"},
-    notes=("scales alone, in a file whose layout is documented; kvcal export writes it, calibrate does not",),
+    latent_formats=("fp8_e4m3", "fp8_latent_bf16_rope"),
+    loads_latent_scale=True,
+    notes=(
+        "scales in a file whose layout is documented: alone by kvcal export, beside the model by calibrate",
+    ),
     standalone=True,
 )
 

@@ -51,6 +51,7 @@ WHY_NOT_FOLDED: Mapping[str, Callable[[ModelSpec], Reason]] = {
     "value_hadamard": _always,
     "value_random_hadamard": _always,
     "value_balanced": _always,
+    "latent_scale": _always,
 }
 
 
@@ -61,4 +62,16 @@ def free_channels(layer: LayerSpec) -> tuple[int, ...]:
 
 def table(model: ModelSpec) -> dict[str, Reason]:
     """Every transform with the reason why it cannot be folded into this model; None if it can."""
-    return {name: why_not(model) for name, why_not in WHY_NOT_FOLDED.items()}
+    found = {name: why_not(model) for name, why_not in WHY_NOT_FOLDED.items()}
+    return {name: _of_another_cache(name, model) or reason for name, reason in found.items()}
+
+
+def concerns(name: str, model: ModelSpec) -> bool:
+    """Whether a transform is one of what this model caches: K and V of heads, or latents."""
+    return _of_another_cache(name, model) is None
+
+
+def _of_another_cache(name: str, model: ModelSpec) -> Reason:
+    if name == "latent_scale":
+        return "it caches K and V, no latent" if model.latent is None else None
+    return None if model.latent is None else "it caches a latent, from which all heads make their K and V"

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvcal import evaluate, scales
+from kvcal import evaluate, exactness, scales
 from kvcal.cache import QuantizedCache
 from kvcal.data import TokenSet
 from kvcal.evaluate import Fidelity, Variant
 from kvcal.plan import Plan
 from kvcal.recipe import Side
 from kvcal.statistics import SideStatistics, Statistics
-from kvcal.transforms import key_offset, key_scale, key_turn, value_map
+from kvcal.transforms import key_offset, key_scale, key_turn, latent_scale, value_map
 from kvcal.transforms.record import LayerTransform, Transforms
 
 # A gain below this share is within what another text would have decided otherwise: on a few thousand tokens
@@ -63,7 +63,12 @@ def split(tokens: TokenSet, judging: int) -> tuple[TokenSet, TokenSet]:
 
 def rounds(plan: Plan) -> int:
     """Passes over the judging text that :func:`choose` makes at most, for a progress bar."""
-    return 1 + len(plan.recipe.folds.transforms)
+    return 1 + len(_tried(plan))
+
+
+def _tried(plan: Plan) -> list[str]:
+    """The recipe's transforms but for those of another kind of cache."""
+    return [name for name in plan.recipe.folds.transforms if exactness.concerns(name, plan.model)]
 
 
 def choose(
@@ -81,7 +86,7 @@ def choose(
     (before,) = judge(model, plan, statistics, {"none": kept}, judging, on_tokens).values()
     best = before.kl_mean
     rows: list[Candidate] = []
-    for name in plan.recipe.folds.transforms:
+    for name in _tried(plan):
         options = proposals(name, model, plan, statistics, keys, kept)
         if not options:
             rows.append(Candidate(name, None, kept=False))
@@ -147,6 +152,7 @@ def proposals(
         "value_random_hadamard": lambda: value_map.hadamard(spec, seed=folds.seed),
         "value_balanced": lambda: value_map.balanced(statistics, spec, model),
         "key_offset": lambda: key_offset.foldable(statistics, spec, model),
+        "latent_scale": lambda: latent_scale.propose(statistics, spec),
     }[name]()
     return {name: found} if found.layers else {}
 
@@ -170,7 +176,7 @@ def _behind(sides: dict[Side, SideStatistics], transform: LayerTransform) -> dic
     """Bounds of the extremes behind a transform. FP8 does not mind a scale a few times too large."""
     magnitudes = {
         step: value.abs()
-        for step in ("key_scale", "key_offset", "key_turn", "value_map")
+        for step in ("key_scale", "key_offset", "key_turn", "value_map", "latent_scale")
         if (value := getattr(transform, step)) is not None
     }
     if "key_offset" in magnitudes:

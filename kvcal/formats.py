@@ -37,7 +37,9 @@ class KVFormat:
     precision, of integers both 1. The static scale is the dequantization multiplier ``amax / max``
     (float32). ``dynamic`` formats store ``scale_bits`` beside the codes of one token and head; ``rotated``
     ones store the vector after a randomized Hadamard transform. ``block`` elements of a vector share a scale
-    of the dtype ``block_scale_dtype``; for formats without blocks these are 0 and empty.
+    of the dtype ``block_scale_dtype``; for formats without blocks these are 0 and empty. ``latent_only``: a
+    layer's cached latent is stored so, its rotary key in BF16, and there is nothing that other layers could
+    store.
     """
 
     name: str
@@ -55,6 +57,7 @@ class KVFormat:
     scale_bits: int = 0
     block: int = 0
     block_scale_dtype: str = ""  # attribute of torch
+    latent_only: bool = False
 
     @property
     def bits_per_element(self) -> float:
@@ -78,7 +81,7 @@ class KVFormat:
     @property
     def rounds_query(self) -> bool:
         """Whether kernels compute attention in this format, and round Q to it."""
-        return not (self.dynamic or self.block)
+        return not (self.dynamic or self.block or self.latent_only)
 
     @property
     def rounds_to_zero(self) -> float:
@@ -134,6 +137,10 @@ INT4_PER_TOKEN_HEAD = KVFormat(
     rotated=True,
     scale_bits=32,
 )
+
+# What the kernels of DeepSeek-V3.2 read (fp8_ds_mla in vLLM) differs in its scales alone: one for each 128
+# channels of the latent, found online.
+FP8_LATENT_BF16_ROPE = replace(FP8_E4M3, name="fp8_latent_bf16_rope", aliases=(), latent_only=True)
 
 # OCP 8-bit floating point: E5M2 has infinities and NaN as IEEE 754 does, and saturates before them.
 FP8_E5M2 = KVFormat(
@@ -200,6 +207,7 @@ FORMATS: tuple[KVFormat, ...] = (
     INT2,
     NVFP4,
     MXFP4,
+    FP8_LATENT_BF16_ROPE,
 )
 
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvcal.plan import Plan
-from kvcal.recipe import SIDES
-from kvcal.report import DELIVERED, Report, fidelity_rows, mixed_rows, mixed_summary, nats
+from kvcal.recipe import SIDES, Side
+from kvcal.report import DELIVERED, SIDE_NAMES, Report, fidelity_rows, mixed_rows, mixed_summary, nats
 
 
 def render(report: Report, plan: Plan, source_name: str) -> str:
     """The report as Markdown, for people and for a pull request."""
     cache, folds = report["fidelity"], report["folds"]
-    per_token = report["bytes_per_token"]
+    per_token, names = report["bytes_per_token"], SIDE_NAMES[report["latent"]]
     lines = [
         f"# KV-cache calibration of {source_name}",
         "",
         f"**Verdict: {report['verdict']}.** {plan.format.name}, {plan.scaling}, for"
         f" {plan.engine.name} {plan.engine.version}, delivered by {DELIVERED[plan.deliver]}.",
         "",
-        "```",
-        report["serve"],
-        "```",
-        "",
+        *(["```", report["serve"], "```", ""] if report["serve"] else []),
         "| quantized | KL mean | KL p99 | top-1 | perplexity |",
         "|---|---:|---:|---:|---:|",
         *(
@@ -43,9 +42,9 @@ def render(report: Report, plan: Plan, source_name: str) -> str:
         "",
         "<details><summary>Layers</summary>",
         "",
-        "| layer | K amax | V amax | Q amax | attention error | flags |",
+        f"| layer | {' | '.join(f'{names[side]} amax' for side in SIDES)} | attention error | flags |",
         "|---:|---:|---:|---:|---:|---|",
-        *(_layer_line(layer) for layer in report["layers"]),
+        *(_layer_line(layer, names) for layer in report["layers"]),
         "",
         "</details>",
         "",
@@ -104,8 +103,8 @@ def _mixed_lines(mixed: Report | None) -> list[str]:
     ]
 
 
-def _layer_line(layer: Report) -> str:
-    flags = "; ".join(f"{side.upper()} {flag}" for side in SIDES for flag in layer[side]["flags"])
+def _layer_line(layer: Report, names: Mapping[Side, str]) -> str:
+    flags = "; ".join(f"{names[side]} {flag}" for side in SIDES for flag in layer[side]["flags"])
     worst = max(layer["attention_error"]["cache"])
     amax = " | ".join(f"{layer[side]['amax']:.4g}" for side in SIDES)
     return f"| {layer['index']} | {amax} | {worst:.4f} | {flags} |"

@@ -158,7 +158,7 @@ def measure(job: Job, folds: Folds | None) -> Outcome:
         text, judging = folding.split(job.text, wanted.samples)
     with weights():
         statistics = _statistics(job, "calibrate folded" if folds else "calibrate", text)
-        cache = _cache(job.plan, statistics, job.model)
+        cache = cache_of(job.plan, statistics, job.model)
         if wanted is not None:
             choice = mixed.choose(job.model, job.plan, cache, judging, job.narrator)
             job.plan = dataclasses.replace(job.plan, skipped_layers=choice.skipped)
@@ -168,7 +168,7 @@ def measure(job: Job, folds: Folds | None) -> Outcome:
     job.clock.lap("validate")
     caches = {"after": (cache, weights)}
     if folds is not None:
-        caches["before"] = (_cache(job.plan, folds.statistics, job.model), nullcontext)
+        caches["before"] = (cache_of(job.plan, folds.statistics, job.model), nullcontext)
     found = _evaluations(job, caches)
     return Outcome(statistics, cache, validation, found["after"], found.get("before"), choice)
 
@@ -213,7 +213,7 @@ def _statistics(job: Job, name: str, text: data.TokenSet) -> Statistics:
     return found
 
 
-def _cache(plan: Plan, statistics: Statistics, model: Any) -> QuantizedCache:
+def cache_of(plan: Plan, statistics: Statistics, model: Any) -> QuantizedCache:
     """The cache that the engine would keep for a model with these statistics and its present weights."""
     if plan.format.dynamic:
         return QuantizedCache(plan.format, skipped=plan.skipped_layers)

@@ -163,7 +163,7 @@ def _activations(model: Any, spec: ModelSpec, batch: Batch, item: int, runs: int
     chunked = queries < keys
     heads = max(layer.heads for layer in spec.layers)
     width = max(layer.heads * layer.head_dim for layer in spec.layers)
-    cached = [2 * layer.kv_heads * layer.head_dim for layer in spec.layers]
+    cached = [layer.cached_elements for layer in spec.layers]
     # Of the largest layer twice, since a cache grows by a copy.
     kept = max(cached) * 2 * runs + (0 if isinstance(model, Layerwise) else sum(cached) * runs)
     eager = 2 * item + 8 if spec.softcap is not None else 0
@@ -197,7 +197,7 @@ def _through_weights(model: Any, spec: ModelSpec) -> int:
 def _statistics(spec: ModelSpec, collect: Collect) -> int:
     total = 0
     for layer in spec.layers:
-        cached = 2 * layer.kv_heads * layer.head_dim
+        cached = layer.cached_elements
         # Two float32 and two float64 per channel, twice while they are copied to the CPU.
         total += 2 * 24 * (cached + layer.heads * layer.head_dim)
         if collect == "distribution":

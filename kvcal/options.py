@@ -23,7 +23,7 @@ Format = Annotated[
     typer.Option(
         "--format",
         help="fp8 (fp8_e4m3, static scales), int8_per_token_head, fp8_per_token_head or int4_per_token_head"
-        " (scaled online by the engine).",
+        " (scaled online by the engine), fp8_latent_bf16_rope (for models that cache a latent).",
     ),
 ]
 GranularityName = Annotated[str | None, typer.Option("--granularity", help="per_tensor or per_head.")]

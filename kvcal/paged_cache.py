@@ -26,9 +26,11 @@ _STORED = {
 def reads(call: AttentionCall, cache: QuantizedCache) -> bool:
     """Whether the paged kernels compute this layer's attention as the engine would.
 
-    They know some head sizes and GQA groups only. A transform that is emulated happens around the cache, not
-    in it.
+    They know some head sizes and GQA groups only, and no latents. A transform that is emulated happens around
+    the cache, not in it.
     """
+    if call.expansion is not None:
+        return False
     if call.layer in cache.skipped or (cache.transforms and call.layer in cache.transforms.layers):
         return False
     heads, head_dim = call.query.shape[1], call.query.shape[3]

@@ -12,7 +12,7 @@ from kvcal.engine_spec import Deliver, EngineSpec, Verdict
 from kvcal.errors import PlanRefused
 from kvcal.formats import REFERENCE_BITS, KVFormat
 from kvcal.granularity import Granularity
-from kvcal.recipe import MIN_TOKENS, SIDES, Folds, Mixed, Recipe
+from kvcal.recipe import MIN_TOKENS, SIDES, Folds, Mixed, Recipe, Side
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,19 @@ class Plan:
         if self.granularity is None:
             return 0
         shapes = (
-            self.granularity.scale_shape(layer.heads_of(side), layer.head_dim)
+            self.granularity.scale_shape(layer.heads_of(side), layer.size_of(side))
             for layer in self.layers
-            for side in SIDES
+            for side in self.scaled_sides
         )
         return 4 * sum(math.prod(shape) for shape in shapes)
+
+    @property
+    def scaled_sides(self) -> tuple[Side, ...]:
+        """Which of K, V and Q have scales of their own."""
+        if self.format.latent_only:
+            return ("k",)
+        # To kernels a cached latent and its rotary key are one vector.
+        return SIDES if self.model.latent is None else ("k", "q")
 
     @property
     def bits_per_element(self) -> float:
@@ -87,12 +95,21 @@ def bits_over(layers: Sequence[LayerSpec], fmt: KVFormat, skipped: Collection[in
     """Bits per cached element of these layers that grow with the tokens: codes, and the scales of a dynamic
     format; 16 in a skipped layer.
     """
-    elements = [layer.kv_heads * layer.head_dim for layer in layers]
-    bits = [
-        REFERENCE_BITS if layer.index in skipped else fmt.bits_per_element + fmt.scale_bits / layer.head_dim
-        for layer in layers
-    ]
-    return sum(n * each for n, each in zip(elements, bits, strict=True)) / sum(elements)
+    total = sum(_layer_bits(layer, fmt, layer.index in skipped) for layer in layers)
+    return total / sum(layer.cached_elements for layer in layers)
+
+
+def _layer_bits(layer: LayerSpec, fmt: KVFormat, skipped: bool) -> float:
+    """Bits that one token adds to a layer."""
+    if skipped:
+        return REFERENCE_BITS * layer.cached_elements
+    bits = 0.0
+    for side in ("k", "v"):
+        size = layer.size_of(side)
+        in_16_bits = fmt.latent_only and side == "v"
+        each = REFERENCE_BITS if in_16_bits else fmt.bits_per_element + fmt.scale_bits / size
+        bits += layer.kv_heads * size * each
+    return bits
 
 
 def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
@@ -120,6 +137,10 @@ def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
         reasons.append("the recipe names schemes to compare; use kvcal compare --recipe")
     if fmt.block and static and recipe.scale.objective != "amax":
         reasons.append(f"scale.objective {recipe.scale.objective} is not measured for {fmt.name}; use amax")
+    if model.latent is not None and static and recipe.scale.objective != "amax":
+        reasons.append(
+            f"scale.objective {recipe.scale.objective} is not measured for a cached latent; use amax"
+        )
     reasons += _about_transforms(recipe, model, engine, deliver)
     if recipe.mixed is not None:
         reasons += _about_mixed(recipe.mixed, model, engine, fmt)
@@ -222,6 +243,8 @@ def _about_transforms(recipe: Recipe, model: ModelSpec, engine: EngineSpec, deli
 def advice(plan: Plan) -> list[str]:
     """Formats of the engine that are worth a look for this model, with the reasons."""
     engine, model = plan.engine, plan.model
+    if model.latent is not None:
+        return [f"{name}: {engine.name} stores a cached latent so" for name in engine.latent_formats]
     if not {"int8_per_token_head", "fp8_e4m3"} <= engine.decode_time.keys():
         return []
     slow = engine.decode_time["int8_per_token_head"] / engine.decode_time["fp8_e4m3"]

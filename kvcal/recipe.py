@@ -111,6 +111,7 @@ Transform = Literal[
     "value_hadamard",
     "value_random_hadamard",
     "value_balanced",
+    "latent_scale",
 ]
 
 
@@ -118,12 +119,13 @@ class Folds(Section):
     """What is tried where a calibration is delivered through the weights.
 
     ``transforms`` are tried in this order, one on top of the other; each is kept if it lowers the KL of the
-    engine's own quantizer on calibration text that did not shape it, ``samples`` of it. ``scales``: powers of
+    engine's own quantizer on calibration text that did not shape it, ``samples`` of it. By default those that
+    are worth trying on what the model caches, K and V of its heads or latents. ``scales``: powers of
     two move exponents only, so that a fold is exact in any dtype and can be taken back bit for bit; free
     scales are rounded with the weights. ``seed`` draws the signs of randomized Hadamard transforms.
     """
 
-    transforms: list[Transform] = ["key_scale", "key_turn", "value_scale"]
+    transforms: list[Transform] = ["key_scale", "key_turn", "value_scale", "latent_scale"]
     scales: Literal["power_of_two", "free"] = "power_of_two"
     samples: Annotated[int, Field(ge=1)] = 8
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

@@ -35,6 +35,13 @@ DELIVERED = {
 }
 
 
+# By whether the model caches latents.
+SIDE_NAMES: dict[bool, dict[Side, str]] = {
+    False: {"k": "K", "v": "V", "q": "Q"},
+    True: {"k": "latent", "v": "rotary key", "q": "absorbed Q"},
+}
+
+
 def build(
     plan: Plan,
     outcome: Outcome,
@@ -68,6 +75,7 @@ def build(
         **_size(plan),
         "skipped_layers": list(plan.skipped_layers),
         "mixed": _mixed(plan, outcome.mixed),
+        "latent": plan.model.latent is not None,
         "layers": [
             _layer(index, sides, validation) for index, sides in sorted(outcome.summaries(plan).items())
         ],
@@ -103,7 +111,7 @@ def _mixed(plan: Plan, found: Mixture | None) -> Report | None:
 
 def plan_document(plan: Plan, source_name: str) -> Report:
     """The document behind ``kvcal plan --json``."""
-    first = plan.layers[0]
+    first, latent = plan.layers[0], plan.model.latent
     return {
         "model": source_name,
         "architecture": plan.model.architecture,
@@ -112,6 +120,7 @@ def plan_document(plan: Plan, source_name: str) -> Report:
         "heads": first.heads,
         "kv_heads": first.kv_heads,
         "head_dim": first.head_dim,
+        "latent": {"rank": latent.rank, "rotary": latent.rotary} if latent else None,
         "max_context": plan.model.max_context,
         "format": plan.format.name,
         "scaling": plan.scaling,
@@ -139,16 +148,13 @@ def _size(plan: Plan) -> Report:
 
 def _engine(plan: Plan, broken: list[str]) -> Report:
     """``broken`` lists the rules of the engine's contract that the files break."""
+    backends = plan.engine.backends_of(plan.model, plan.format, plan.granularity)
     return {
         "name": plan.engine.name,
         "version": plan.engine.version,
         "consumed": not broken,
-        "reasons": broken or [f"served by {plan.engine.backends[_backend_key(plan)]}"],
+        "reasons": broken or [f"served by {plan.engine.backends[backends]}"],
     }
-
-
-def _backend_key(plan: Plan) -> str:
-    return "per_tensor" if plan.scaling == "scale 1.0" else plan.scaling
 
 
 def print_plan(console: Console, document: Report) -> None:
@@ -159,10 +165,11 @@ def print_plan(console: Console, document: Report) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     table.add_row("model", f"{document['model']} ({document['architecture']})")
+    held = f"{document['kv_heads']} KV heads of {document['head_dim']}"
+    if document["latent"] is not None:
+        held = "a latent of {rank} and a rotary key of {rotary}".format(**document["latent"])
     table.add_row(
-        "cache",
-        f"{document['layers']} layers{sliding}; {document['kv_heads']} KV heads of {document['head_dim']}"
-        f" for {document['heads']} query heads",
+        "cache", f"{document['layers']} layers{sliding}; {held} for {document['heads']} query heads"
     )
     table.add_row("format", f"{document['format']}, {document['scaling']}")
     table.add_row("delivered by", DELIVERED[document["deliver"]])
@@ -212,8 +219,9 @@ def print_report(console: Console, report: Report) -> None:
     if report["verdict"] == "pass":
         if report["before_serving"]:
             console.print(f"first {report['before_serving']}", highlight=False, soft_wrap=True, markup=False)
-        console.print("serve with", style="bold")
-        console.print(f"  {report['serve']}", highlight=False, soft_wrap=True)
+        if report["serve"]:
+            console.print("serve with", style="bold")
+            console.print(f"  {report['serve']}", highlight=False, soft_wrap=True)
 
 
 def print_fidelity(console: Console, after: Report, before: Report | None = None) -> None:
@@ -374,7 +382,7 @@ def _layer(index: int, sides: Mapping[Side, SideSummary], validation: Validation
 
 def _flagged(report: Report) -> list[str]:
     return [
-        f"layer {layer['index']}: {side.upper()} {flag}"
+        f"layer {layer['index']}: {SIDE_NAMES[report['latent']][side]} {flag}"
         f" ({100 * layer[side]['saturated']:.2g} % clipped,"
         f" {100 * layer[side]['zeroed']:.2g} % stored as 0 there)"
         for layer in report["layers"]

@@ -36,13 +36,7 @@ def apply(x: torch.Tensor, layer: LayerSpec, rotary: Rotary | None, *, inverse: 
     if layer.rope == "none":
         return x.float()
     rotary = _required(rotary, layer)
-    pairs = layer.rotary_dim // 2
-    if layer.rope == "interleaved":
-        first = torch.arange(0, layer.rotary_dim, 2, device=x.device)
-        second = first + 1
-    else:
-        first = torch.arange(pairs, device=x.device)
-        second = first + pairs
+    first, second = _paired(layer, x.device)
     cos, sin = (part.float().unsqueeze(1)[..., first] for part in rotary)
     if inverse:
         length = cos.square() + sin.square()
@@ -74,10 +68,32 @@ def as_seen_by_keys(
     return apply(q, layer, (cos[:, key], sin[:, key]), inverse=True)
 
 
+def frequencies(layer: LayerSpec, rotary: Rotary | None) -> torch.Tensor:
+    """Radians per token of each pair, ``(pairs,)`` float64 on the CPU, from a first token and the next.
+
+    Raises:
+        ModelError: its model did not hand over its angles.
+    """
+    first, _ = _paired(layer, torch.device("cpu"))
+    cos, sin = (part[0, :2].double().cpu()[:, first] for part in _required(rotary, layer))
+    # Of the step between the two, so that it does not matter where the sample starts.
+    return torch.atan2(sin[1] * cos[0] - cos[1] * sin[0], cos[1] * cos[0] + sin[1] * sin[0])
+
+
+def _paired(layer: LayerSpec, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two channels of each pair, ``(pairs,)`` each."""
+    pairs = layer.rotary_dim // 2
+    if layer.rope == "interleaved":
+        first = torch.arange(0, layer.rotary_dim, 2, device=device)
+        return first, first + 1
+    first = torch.arange(pairs, device=device)
+    return first, first + pairs
+
+
 def _required(rotary: Rotary | None, layer: LayerSpec) -> Rotary:
     if rotary is None:
         raise ModelError(
-            f"layer {layer.index}: {layer.module} was called without position_embeddings, so K before RoPE is"
-            " not known; take schemes without before_rope"
+            f"layer {layer.index}: {layer.module} was called without position_embeddings, so its angles and K"
+            " before RoPE are not known; take schemes without before_rope, and leave bench phase"
         )
     return rotary

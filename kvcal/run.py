@@ -12,11 +12,13 @@ from kvcal import (
     attention_bench,
     attention_report,
     bench,
+    calibrate,
     check,
     check_live,
     data,
     engines,
     evaluate,
+    folding,
     gates,
     live_engine,
     manifest,
@@ -25,6 +27,7 @@ from kvcal import (
     mixed,
     models,
     opening,
+    phase,
     plan,
     preflight,
     report,
@@ -37,7 +40,7 @@ from kvcal import (
 )
 from kvcal import recipe as recipes
 from kvcal.cache import QuantizedCache
-from kvcal.errors import ModelError, UsageError
+from kvcal.errors import ModelError, PlanRefused, UsageError
 from kvcal.export import bundle, naming, targets
 from kvcal.opening import Request
 from kvcal.placement import Placement
@@ -61,11 +64,6 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
     where = request.placement
     resolved, source = preflight.resolve(request.model, request.revision, recipe, narrator)
     opening.require_placeable(resolved, where)
-    if resolved.engine.standalone:
-        raise UsageError(
-            f"calibrate writes checkpoints, and {recipe.engine} is none; calibrate for another engine, then"
-            f" kvcal export --engine {recipe.engine}"
-        )
     destination = request.output or _default_output(source, resolved)
     with bundle.staging(destination, overwrite=request.overwrite, base=source.folder) as stage:
         plan_document = report.plan_document(resolved, source.name)
@@ -96,6 +94,8 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
         with bundle.translated_os_errors(stage.destination):
             base_config = sources.read_config(base).get("quantization_config")
             written = targets.of(resolved).to_bundle(outcome.cache.scales, resolved, base_config)
+            if written.alone is not None:  # the model itself, as it was, for evaluation of the folder
+                bundle.write(bundle.Bundle({}, None), base, stage.folder)
             bundle.write(onto_base.folding.onto(written) if onto_base else written, base, stage.folder)
             if onto_base is not None:
                 job.forget_model()  # the written one is loaded now, and two may not fit
@@ -112,6 +112,7 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
             serve, before = targets.serve_command(out, resolved), targets.before_serving(out, resolved)
             document = report.build(resolved, outcome, folds, results, findings, serve, before)
             document["memory"] = {"device_map": compute["device_map"], "passes": job.memory}
+            folded = onto_base.folding.tensors if onto_base else ()
             outcome.statistics.save(stage.records / "statistics.safetensors")
             if resolved.granularity is not None and outcome.cache.scales is not None:
                 outcome.cache.scales.save(stage.records / "scales.safetensors")
@@ -120,7 +121,7 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
                 stage.records / "manifest.json",
                 manifest.build(source, resolved, compute, text, held_out, clock.laps)
                 | {"memory": job.memory}
-                | {"sha256": bundle.hashes(stage.folder, onto_base.folding.tensors if onto_base else ())},
+                | {"sha256": bundle.hashes(stage.folder, written, folded)},
             )
             if document["mixed"] is not None:
                 bundle.write_json(stage.records / mixed.RECORD, document["mixed"])
@@ -298,6 +299,21 @@ def run_bench_reduction(
         return bench.scale_reductions(model, resolved, text, on_tokens)
 
 
+def run_bench_phase(
+    request: Request, recipe: recipes.Recipe, bands: int, narrator: Narrator
+) -> tuple[phase.Phase, plan.Plan]:
+    """Which frequency bands of K make the logit error, on calibration text that did not set the scales."""
+    model, resolved, text = _open(request, recipe, narrator, latents=True)
+    phase.refuse(resolved.layers, resolved.format)
+    setting, judging = folding.split(text, len(text.samples) // 2)
+    with narrator.bar("bench", setting.tokens + judging.tokens) as on_tokens:
+        collect = scales.collect(resolved)
+        seen = calibrate.calibrate(model, resolved, setting, on_tokens=on_tokens, collect=collect)
+        cache = measure.cache_of(resolved, seen, model)
+        found = phase.measure(model, resolved.layers, cache, judging, bands, on_tokens=on_tokens)
+    return found, resolved
+
+
 def run_bench_attention(
     shapes: Sequence[str], names: Sequence[str], repeats: int, output: Path | None, narrator: Narrator
 ) -> attention_bench.Measurement:
@@ -311,11 +327,16 @@ def run_bench_attention(
 
 
 def _open(
-    request: Request, recipe: recipes.Recipe, narrator: Narrator
+    request: Request, recipe: recipes.Recipe, narrator: Narrator, *, latents: bool = False
 ) -> tuple[Any, plan.Plan, data.TokenSet]:
+    """``latents``: the benchmark can do with models that cache them."""
     opening.quiet_libraries()
     where = request.placement
     resolved, _ = preflight.resolve(request.model, request.revision, recipe, narrator)
+    if resolved.model.latent is not None and not latents:
+        raise PlanRefused(
+            [f"{resolved.model.model_type} caches a latent; this benchmark is about K and V of heads"]
+        )
     source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
     text = opening.calibration_text(resolved, models.load_tokenizer(source.folder, request.trust), narrator)
     return opening.load(source.folder, resolved, where, request, narrator), resolved, text

@@ -90,6 +90,10 @@ def compute(
             if value_weights is not None:
                 weights["v"] = value_weights[index]
         found[index] = {side: _scale(sides[side], side, plan, rule, weights.get(side)) for side in SIDES}
+        if plan.format.latent_only:
+            found[index]["v"] = torch.ones(1)  # of the rotary key, which stays as it is
+        elif plan.model.latent is not None:
+            _share(found[index])  # one vector to the kernels that read it
     return Scales(found)
 
 
@@ -129,10 +133,15 @@ def reduced(scales: Scales, to: Literal["per_tensor", "shared"]) -> Scales:
     for index, sides in scales.layers.items():
         largest = {side: scale.max().reshape(1) for side, scale in sides.items()}
         if to == "shared":
-            largest["k"] = torch.maximum(largest["k"], largest["v"])
-            largest["v"] = largest["k"].clone()  # safetensors refuses one tensor under two names
+            _share(largest)
         found[index] = largest
     return Scales(found)
+
+
+def _share(of: dict[Side, torch.Tensor]) -> None:
+    """The larger scale of K and V for both."""
+    of["k"] = torch.maximum(of["k"], of["v"])
+    of["v"] = of["k"].clone()  # safetensors refuses one tensor under two names
 
 
 def from_amax(amax: torch.Tensor, largest: float, rule: ScaleRule) -> torch.Tensor:
@@ -155,7 +164,7 @@ def summarize(
     """Per layer and side: amax, scale, and how scale 1.0 would fare, which only concerns static formats."""
     return {
         index: {
-            side: _summary(sides[side], scales.layers[index][side] if scales else None, plan)
+            side: _summary(side, sides[side], scales.layers[index][side] if scales else None, plan)
             for side in SIDES
         }
         for index, sides in statistics.layers.items()
@@ -181,12 +190,13 @@ def _scale(
     return from_amax(high, plan.engine.reach(plan.format), rule)
 
 
-def _summary(seen: SideStatistics, scale: torch.Tensor | None, plan: Plan) -> SideSummary:
+def _summary(side: Side, seen: SideStatistics, scale: torch.Tensor | None, plan: Plan) -> SideSummary:
     heads, head_dim = seen.amax.shape
     elements = int(seen.tokens) * heads * head_dim
     saturated, zeroed = int(seen.saturated.sum()) / elements, int(seen.zeroed.sum()) / elements
     flags = []
-    static = plan.format.rounds_query
+    fmt = plan.format
+    static = fmt.rounds_query or (fmt.latent_only and side == "k")
     if saturated > 0 and static:
         flags.append("saturates at scale 1.0")
     if float(seen.rms.min()) < UNDERFLOW_RMS and static:

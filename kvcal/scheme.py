@@ -133,6 +133,8 @@ class SideScheme(Section):
         if fmt is None or fmt.dynamic:
             what = "is not quantized" if fmt is None else "is scaled by its engine"
             return [f"{self.format} {what}; leave out {', '.join(sorted(given))}"] if given else []
+        if fmt.latent_only:
+            return [f"format: {fmt.name} stores latents, and a scheme is for K and V"]
         if fmt.block:
             return self._faults_of_blocks(given)
         if self.granularity is None:

@@ -71,9 +71,11 @@ def _evenly(layers: list[int], count: int) -> list[tuple[int, ...]]:
 
 def shares(items: Sequence[Item], layers: Sequence[LayerSpec]) -> dict[Item, float]:
     """Of all elements that the layers cache, the share of each item."""
-    elements = {layer.index: layer.kv_heads * layer.head_dim for layer in layers}
-    total = 2 * sum(elements.values())
-    return {item: sum(elements[layer] for layer, _ in item.places) / total for item in items}
+    elements = {
+        (layer.index, side): layer.kv_heads * layer.size_of(side) for layer in layers for side in ("k", "v")
+    }
+    total = sum(elements.values())
+    return {item: sum(elements[place] for place in item.places) / total for item in items}
 
 
 def assembled(chosen: Mapping[Item, Cache | None]) -> Parted:

@@ -76,6 +76,13 @@ def resolve(
     Raises:
         PlanRefused: with every reason found.
     """
+    if model.latent is not None:
+        raise PlanRefused(
+            [
+                f"{model.model_type} caches a latent, and schemes are for K and V; kvcal calibrate measures"
+                " fp8 and fp8_latent_bf16_rope for it"
+            ]
+        )
     refused = {name: refusals(scheme, model, candidates) for name, scheme in (schemes | candidates).items()}
     reasons = [f"{name}: {reason}" for name, found in refused.items() for reason in found]
     usable = {

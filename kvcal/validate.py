@@ -99,18 +99,20 @@ def _squared_errors(
     A skipped layer has no errors: its kernel reads 16 bits.
     """
     geometry: dict[str, Any] = {"scaling": call.scaling, "window": call.window, "softcap": call.softcap}
-    exact = reference.attention(call.query.float(), call.key.float(), call.value.float(), **geometry)
-    _, k_hat, v_hat = cache.give_back(call.layer, call.query, call.key, call.value)
+    q, k, v = (x.float() for x in call.attended())
+    exact = reference.attention(q, k, v, **geometry)
+    given_back = cache.give_back(call.layer, call.query, call.key, call.value)
+    _, k_hat, v_hat = (x.float() for x in call.attended(given_back))
     if call.layer in cache.skipped:
         output = exact
     elif paged_cache.reads(call, cache):
         output = paged_cache.attend(call, cache, backend)
     else:
-        output = reference.attention(call.query.float(), k_hat.float(), v_hat.float(), **geometry)
+        output = reference.attention(q, k_hat, v_hat, **geometry)
     outputs = [output]
     if cache.format.rounds_query:
         outputs.append(exact if call.layer in cache.skipped else _in_fp8(call, cache, backend, geometry))
-    signal, noise = _logit_energy(call, k_hat.float())
+    signal, noise = (_logit_energy(q, keys, call.window) for keys in (k, k_hat - k))
     return [
         exact.double().square().sum((0, 2, 3)),
         signal,
@@ -124,6 +126,8 @@ def _in_fp8(
 ) -> torch.Tensor:
     """Output with Q and probabilities quantized too."""
     assert cache.scales is not None
+    if call.expansion is not None:
+        return _absorbed_in_fp8(call, cache, geometry)
     of, fmt = cache.scales.layers[call.layer], cache.format
     return backend.quantized_attention(
         call.query,
@@ -138,18 +142,35 @@ def _in_fp8(
     )
 
 
-def _logit_energy(call: capture.AttentionCall, k_hat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Energy per query head of the visible logits and of their error."""
-    batch, heads, queries, head_dim = call.query.shape
-    kv_heads, keys = call.key.shape[1], call.key.shape[2]
-    grouped = call.query.float().reshape(batch, kv_heads, heads // kv_heads, queries, head_dim)
-    visible = reference.visible(queries, keys, call.window, call.query.device)
+def _absorbed_in_fp8(
+    call: capture.AttentionCall, cache: QuantizedCache, geometry: dict[str, Any]
+) -> torch.Tensor:
+    """The same where K is a cached latent with its rotary key, V the latent, and Q has absorbed the rest."""
+    assert call.expansion is not None
+    given_back = cache.give_back(call.layer, call.query, call.key, call.value, with_query=True)
+    q, latent, rotary = (x.float() for x in given_back)
+    one = torch.ones(1, device=q.device)
+    over_latents = reference.quantized_attention(
+        q,
+        torch.cat([latent, rotary], -1),  # rounded already, each part with its scale
+        latent,
+        k_scale=one,
+        v_scale=one,
+        fmt=cache.format,
+        quantize_probabilities=True,
+        **geometry,
+    )
+    return call.expansion.values(over_latents)
 
-    def energy(k: torch.Tensor) -> torch.Tensor:
-        logits = torch.matmul(grouped, k.float().unsqueeze(2).transpose(-1, -2))
-        return logits.square().masked_fill(~visible, 0.0).double().sum((0, 3, 4)).flatten()
 
-    return energy(call.key), energy(k_hat - call.key.float())
+def _logit_energy(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Energy per query head of the visible products of Q and K, or of Q and K's error."""
+    batch, heads, queries, head_dim = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads, queries, head_dim)
+    logits = torch.matmul(grouped, k.unsqueeze(2).transpose(-1, -2))
+    visible = reference.visible(queries, keys, window, q.device)
+    return logits.square().masked_fill(~visible, 0.0).double().sum((0, 3, 4)).flatten()
 
 
 def _layer_error(sums: list[torch.Tensor]) -> LayerError:

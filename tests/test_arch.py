@@ -321,14 +321,16 @@ def test_sparse_config_means_what_transformers_takes_it_for(fields: dict[str, An
     sliding = getattr(config, "sliding_window", None) or None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if sliding else "full_attention"] * 7
     assert [f"{layer.kind}_attention" for layer in spec.layers] == kinds
-    assert {layer.kv_heads for layer in spec.layers} == {getattr(config, "num_key_value_heads", None) or 32}
-    assert {layer.head_dim for layer in spec.layers} == {getattr(config, "head_dim", None) or 1024 // 32}
+    kv_heads, head_dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+    if hasattr(config, "kv_lora_rank"):
+        kv_heads, head_dim = 1, config.kv_lora_rank + config.qk_rope_head_dim
+    assert {layer.kv_heads for layer in spec.layers} == {kv_heads or 32}
+    assert {layer.head_dim for layer in spec.layers} == {head_dim or 1024 // 32}
 
 
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("deepseek_v3", "caches a latent"),
         ("gpt2", "vLLM drops scales"),
         ("mamba", "has no attention layer"),
         ("qwen3_next", "hybrid"),

@@ -414,6 +414,7 @@ SUCCESSES = {
     "bench folds": "bench folds --model {planted_folder} --samples 4 --seq-len 24"
     " --format int8_per_token_head",
     "bench folds of fp8": "bench folds --model {planted_folder} --samples 4 --seq-len 24",
+    "bench phase": "bench phase --model {llama_folder} --samples 4 --seq-len 40",
     "recipes list": "recipes list",
     "recipes show": "recipes show fp8",
     "recipes validate": "recipes validate fp8",

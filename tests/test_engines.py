@@ -245,7 +245,10 @@ def test_every_row_speaks_of_formats_and_granularities_that_exist(engine: Engine
     assert set(engine.granularities) <= set(granularity.names())
     static = {f.name for f in formats.FORMATS if not f.dynamic} & engine.cache_dtype.keys()
     dynamic = {"per_token_head"} if engine.cache_dtype.keys() & {f.name for f in DYNAMIC} else set()
-    assert set(engine.granularities or (["per_tensor"] if static else [])) | dynamic == engine.backends.keys()
+    latent = {"latent"} if engine.latent_formats else set()
+    known = set(engine.granularities or (["per_tensor"] if static else [])) | dynamic | latent
+    assert known == engine.backends.keys()
+    assert set(engine.latent_formats) <= engine.cache_dtype.keys()
     assert engine.scale_suffixes.keys() in ({"k", "v", "q"}, {"k", "v"}, set())
     assert bool(engine.scale_suffixes) == bool(engine.loads_scales)
     assert bool(engine.base_quant_methods) == (bool(engine.loads_scales) and not engine.standalone)

@@ -13,11 +13,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from kvcal import arch, check, engines, formats, granularity, plan, recipe, run, run_export, tensor_parallel
+from kvcal import (
+    arch,
+    check,
+    engines,
+    formats,
+    granularity,
+    plan,
+    recipe,
+    run,
+    run_export,
+    sources,
+    tensor_parallel,
+)
 from kvcal.arch import ModelSpec
 from kvcal.capture import AttentionCall, intercept
 from kvcal.engine_spec import Deliver, EngineSpec
 from kvcal.errors import CheckFailed, ModelError, OutputError, PlanRefused, UsageError
+from kvcal.export import kernel
 from kvcal.formats import FP8_E4M3, KVFormat
 from kvcal.kernels import reference
 from kvcal.progress import Narrator
@@ -496,10 +509,25 @@ class TestRefusals:
             with pytest.raises(PlanRefused, match="cannot carry a KV scheme for vllm-modelopt"):
                 run_export.run_export(exported_copy, engine, tmp_path / "out", overwrite=False)
 
-    def test_calibrate_writes_no_vectors(self, llama_folder: Path, kvcal: Callable[..., Any]) -> None:
-        outcome = kvcal("calibrate", "--model", llama_folder, "--engine", "kernel")
-        assert outcome.code == UsageError.exit_code
-        assert "then kvcal export --engine kernel" in outcome.stderr
+
+def test_calibrate_writes_vectors_beside_the_model(
+    llama_folder: Path, tmp_path: Path, kvcal: Callable[..., Any], small: tuple[str, ...]
+) -> None:
+    """As export writes them alone; the model is there for evaluation, and is what it was."""
+    output = tmp_path / "out"
+    done = kvcal(
+        "calibrate", "--model", llama_folder, "--engine", "kernel", "--output", output, "--json", *small
+    )
+    assert done.code == 0, done.stderr
+    assert done.document["serve"] == ""
+    assert "```" not in (output / "kvcal" / "report.md").read_text()
+    assert (output / "model.safetensors").read_bytes() == (llama_folder / "model.safetensors").read_bytes()
+    assert sources.read_config(output) == sources.read_config(llama_folder)
+    hashed = json.loads((output / "kvcal" / "manifest.json").read_text())["sha256"]
+    assert {kernel.TENSORS, kernel.LAYOUT} <= hashed.keys()
+    assert kvcal("check", output, "--engine", "kernel").code == 0
+    again = kvcal("evaluate", output, "--samples", "2", "--seq-len", "48", "--json")
+    assert again.document["fidelity"] == pytest.approx(done.document["fidelity"])
 
 
 @pytest.fixture(scope="module")

@@ -112,6 +112,7 @@ def test_the_formats_and_their_order() -> None:
         *integers,
         "nvfp4",
         "mxfp4",
+        "fp8_latent_bf16_rope",
     ]
     assert formats.names()[len(formats.FORMATS) :] == ["fp8"]
     assert [f.name for f in formats.FORMATS if f.dynamic] == dynamic

@@ -41,13 +41,14 @@ def test_all_faults_are_listed_at_once_with_path_value_and_fix() -> None:
         [
             "format: found 'fp9'; unknown format 'fp9'; known: fp8_e4m3, int8_per_token_head,"
             " fp8_per_token_head, int4_per_token_head, fp8_e5m2, int8, int6, int5, int4, int3, int2, nvfp4,"
-            " mxfp4, fp8",
+            " mxfp4, fp8_latent_bf16_rope, fp8",
             "granularity: found 'per_heads'; unknown granularity 'per_heads'; known: per_tensor, per_head,"
             " per_channel, per_token, per_token_head",
             "engine: found 'sglong'; unknown engine 'sglong'; known: " + ", ".join(engines.names()),
             "deliver: found 'folded'; should be 'metadata', 'fold' or 'both'",
             "folds.transforms.1: found 'key_scala'; should be 'key_scale', 'key_turn', 'key_offset',"
-            " 'key_hadamard', 'value_scale', 'value_hadamard', 'value_random_hadamard' or 'value_balanced'",
+            " 'key_hadamard', 'value_scale', 'value_hadamard', 'value_random_hadamard', 'value_balanced' or"
+            " 'latent_scale'",
             "folds.scales: found 'any'; should be 'power_of_two' or 'free'",
             "folds.samples: found 0; should be greater than or equal to 1",
             "folds.seed: found -1; should be greater than or equal to 0",

@@ -68,10 +68,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Multi-head latent attention: one latent and one rotary key per token, whatever the number of heads.
+_LATENT = {
+    "num_key_value_heads": 6,
+    "head_dim": 8,
+    "kv_lora_rank": 40,
+    "q_lora_rank": 56,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 20,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+LATENT_FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _LATENT | {"topk_method": "greedy"},
+    "deepseek_v3": _LATENT,
+}
+
 
 def fields(family: str, **changes: Any) -> dict[str, Any]:
     """What the ``config.json`` of a tiny model says, as somebody would write it by hand."""
-    return _COMMON | FAMILIES[family] | changes
+    return _COMMON | (FAMILIES | LATENT_FAMILIES)[family] | changes
 
 
 def build_model(family: str = "llama", *, seed: int = 0, **changes: Any) -> Any:

@@ -197,11 +197,12 @@ def base_weight_map(base: Path, added: set[str]) -> dict[str, str]:
     return found
 
 
-def hashes(folder: Path, rewritten: Iterable[str]) -> dict[str, str]:
+def hashes(folder: Path, bundle: Bundle, rewritten: Iterable[str]) -> dict[str, str]:
     """SHA-256 of what kvcal itself wrote, the shards of ``rewritten`` tensors among it."""
     weight_map = models.weight_map(folder)
     shards = sorted({weight_map[name] for name in rewritten})
-    written = ("config.json", models.INDEX_NAME, SCALE_SHARD, *shards)
+    alone = bundle.alone[:2] if bundle.alone else ()
+    written = ("config.json", models.INDEX_NAME, SCALE_SHARD, *shards, *alone)
     return {name: _sha256(folder / name) for name in written if (folder / name).exists()}
 
 

@@ -82,6 +82,8 @@ class Folding:
                 str(index): {
                     step: "fold by its inverse: 1 / s of K, s of Q"
                     if step == "key_scale"
+                    else "fold by its inverse: 1 / s of gains and rotary key, s of what reads them"
+                    if step == "latent_scale"
                     else "fold by its inverse: N^-1 of V, N of the output projection"
                     if step == "value_map"
                     else "add it to the bias of K again"
@@ -202,7 +204,11 @@ def _require_fit(model: ModelSpec, transforms: Transforms) -> None:
         vector = [layer.kv_heads, layer.head_dim] if layer else []
         for step in transform.steps:
             shape = list(getattr(transform, step).shape)
-            if layer is None or shape not in (vector, [*vector, layer.head_dim]):
+            if step == "latent_scale":
+                fits = layer is not None and layer.latent is not None and shape == [2]
+            else:
+                fits = layer is not None and shape in (vector, [*vector, layer.head_dim])
+            if not fits:
                 raise ModelError(f"layer {index}: {step} of the record of folds is none of this model")
 
 

@@ -9,10 +9,17 @@ the model's order:
 ``layers.i.q_scale``  (heads,)     of Q; for a kernel with one per KV head, the largest of each group
 ===================== ============= ==============================================================
 
+Of a layer that caches a latent and a rotary key (MLA), as one vector that is K and whose latent is V too:
+
+========================= ======== ================================================================
+``layers.i.latent_scale`` (1,)     of the whole vector; of the latent alone in ``fp8_latent_bf16_rope``
+``layers.i.q_scale``      (heads,) of Q with the up-projection absorbed; none where no kernel rounds it
+========================= ======== ================================================================
+
 Of an NVFP4 cache they are the outer scales, ``amax / 2688``: ``k ≈ code * block_scale * scale``, and block
 scales are the kernel's own. A scale per tensor is written once for every head. ``kvcal-kernel.json`` says how
-many heads each layer has, and how two libraries take the vectors. There are no zero points, and kvcal's
-rotations are in the weights, where a kernel need not know of them.
+many heads each layer has, or how large its latent is, and how two libraries take the vectors. There are no
+zero points, and kvcal's rotations are in the weights, where a kernel need not know of them.
 """
 
 from __future__ import annotations
@@ -26,9 +33,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from kvcal.arch import LayerSpec
 from kvcal.export.bundle import Bundle
 from kvcal.plan import Plan
-from kvcal.recipe import SIDES
+from kvcal.recipe import SIDES, Side
 from kvcal.scales import Scales
 
 TENSORS = "kvcal-kernel.safetensors"
@@ -47,33 +55,44 @@ _USE = {
 def to_bundle(scales: Scales | None, plan: Plan, base_quantization: dict[str, Any] | None) -> Bundle:
     """The vectors, and the document that explains them."""
     assert scales is not None
-    tensors = {
-        f"layers.{layer.index}.{side}_scale": scales.layers[layer.index][side]
-        .float()
-        .flatten()
-        .expand(layer.heads_of(side))
-        .contiguous()
-        for layer in plan.layers
-        for side in SIDES
-    }
+    tensors = {}
+    for layer in plan.layers:
+        for name, (side, count) in _vectors(_document(layer, plan)).items():
+            scale = scales.layers[layer.index][side].float().flatten()
+            tensors[f"layers.{layer.index}.{name}"] = scale.expand(count).contiguous()
     layout = {
         "version": _VERSION,
         "format": plan.format.name,
         "cache": plan.format.storage_dtype,
         "reach": plan.engine.reach(plan.format),
         "granularity": plan.scaling,
-        "layers": {
-            str(layer.index): {
-                "module": layer.module,
-                "heads": layer.heads,
-                "kv_heads": layer.kv_heads,
-                "head_dim": layer.head_dim,
-            }
-            for layer in plan.layers
-        },
+        "layers": {str(layer.index): _document(layer, plan) for layer in plan.layers},
         "use": _USE,
     }
     return Bundle(tensors, None, alone=(TENSORS, LAYOUT, layout))
+
+
+def _document(layer: LayerSpec, plan: Plan) -> dict[str, Any]:
+    """What the layout says of one layer."""
+    if layer.latent is None:
+        sizes: dict[str, Any] = {"kv_heads": layer.kv_heads, "head_dim": layer.head_dim}
+    else:
+        sizes = {
+            "latent": layer.latent.rank,
+            "rotary": layer.latent.rotary,
+            "rounds_query": "q" in plan.scaled_sides,
+        }
+    return {"module": layer.module, "heads": layer.heads} | sizes
+
+
+def _vectors(layer: dict[str, Any]) -> dict[str, tuple[Side, int]]:
+    """Name of each vector of a layer of the layout -> what it scales, and its length."""
+    if "latent" not in layer:
+        return {f"{side}_scale": (side, layer["heads" if side == "q" else "kv_heads"]) for side in SIDES}
+    of_query: dict[str, tuple[Side, int]] = (
+        {"q_scale": ("q", layer["heads"])} if layer["rounds_query"] else {}
+    )
+    return {"latent_scale": ("k", 1), **of_query}
 
 
 def faults(folder: Path) -> Iterator[str]:
@@ -82,9 +101,9 @@ def faults(folder: Path) -> Iterator[str]:
         layers = json.loads((folder / LAYOUT).read_text(encoding="utf-8"))["layers"]
         tensors = load_file(folder / TENSORS)
         expected = {
-            f"layers.{index}.{side}_scale": layer["heads" if side == "q" else "kv_heads"]
+            f"layers.{index}.{name}": count
             for index, layer in layers.items()
-            for side in SIDES
+            for name, (_, count) in _vectors(layer).items()
         }
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         yield f"{LAYOUT} and {TENSORS} cannot be read: {error}"

@@ -35,6 +35,8 @@ class LayerTransform:
         key_turn: ``(kv_heads, head_dim, head_dim)`` float64, one ±1 in each row and column.
         key_signs: ``(head_dim,)`` of ±1: K and Q go through ``H diag(signs)`` online.
         value_map: ``(kv_heads, head_dim, head_dim)`` float64, invertible.
+        latent_scale: ``(2,)`` float64, above zero: what a cached latent and its rotary key are divided by, as
+            the channels of Q that meet them are multiplied. Other steps are for K and V of heads.
     """
 
     key_scale: torch.Tensor | None = None
@@ -42,6 +44,7 @@ class LayerTransform:
     key_turn: torch.Tensor | None = None
     key_signs: torch.Tensor | None = None
     value_map: torch.Tensor | None = None
+    latent_scale: torch.Tensor | None = None
 
     def apply(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
         """What the cache is given: q ``(batch, heads, tokens, head_dim)``; k, v with ``kv_heads``."""
@@ -58,6 +61,8 @@ class LayerTransform:
             q, k = reference.random_hadamard(q, signs), reference.random_hadamard(k, signs)
         if self.value_map is not None:
             v = torch.matmul(v, self.value_map.to(v).transpose(-1, -2))
+        if self.latent_scale is not None:
+            q, k, v = _scaled_latent(self.latent_scale, q, k, v)
         return q, k, v
 
     def undo(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
@@ -77,6 +82,8 @@ class LayerTransform:
         if self.value_map is not None:
             inverse = torch.linalg.inv(self.value_map.double())
             v = torch.matmul(v, inverse.to(v).transpose(-1, -2))
+        if self.latent_scale is not None:
+            q, k, v = _scaled_latent(1 / self.latent_scale, q, k, v)
         return q, k, v
 
     def inverse(self) -> LayerTransform:
@@ -98,6 +105,7 @@ class LayerTransform:
             key_offset=offset,
             key_turn=None if self.key_turn is None else self.key_turn.transpose(-1, -2).contiguous(),
             value_map=None if self.value_map is None else torch.linalg.inv(self.value_map),
+            latent_scale=None if self.latent_scale is None else 1 / self.latent_scale,
         )
 
     def then(self, other: LayerTransform) -> LayerTransform:
@@ -120,6 +128,7 @@ class LayerTransform:
             key_turn=_chain(self.key_turn, other.key_turn),
             key_signs=self.key_signs if self.key_signs is not None else other.key_signs,
             value_map=_chain(self.value_map, other.value_map),
+            latent_scale=_product(self.latent_scale, other.latent_scale),
         )
 
     @property
@@ -132,7 +141,7 @@ class LayerTransform:
         """Whether every number is zero or a power of two, so that a fold moves exponents only."""
         if self.key_offset is not None:
             return False
-        parts = (self.key_scale, self.key_turn, self.value_map)
+        parts = (self.key_scale, self.key_turn, self.value_map, self.latent_scale)
         return all(part is None or _powers_of_two(part) for part in parts)
 
 
@@ -188,6 +197,13 @@ class Transforms:
             return cls({i: LayerTransform(**steps) for i, steps in sorted(layers.items())})
         except (SafetensorError, OSError, ValueError, TypeError) as error:
             raise ModelError(f"{path}: holds no transforms that can be read: {error}") from None
+
+
+def _scaled_latent(scale: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    """K is the latent, V the rotary key, and Q meets both."""
+    of_latent, of_rotary = scale.to(k)
+    sizes = torch.tensor([k.shape[-1], v.shape[-1]], device=k.device)
+    return q * scale.to(q).repeat_interleave(sizes), k / of_latent, v / of_rotary
 
 
 def _over_tokens(per_channel: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

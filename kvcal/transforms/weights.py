@@ -10,7 +10,8 @@ that read it::
 
 Where a QK-norm stands between projection and RoPE it would undo a scale of its input, so ``s`` goes into its
 gains instead: ``g_k <- T (g_k / s)``, ``g_q <- T (g_q * s)`` with a diagonal ``T``, of ``1 + w`` where the
-class multiplies by that. All arithmetic is float64, rounded once to the tensor's own dtype.
+class multiplies by that. What is done to a cached latent stands in ``latent_scale``. All arithmetic is
+float64, rounded once to the tensor's own dtype.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ def folds(model: ModelSpec, layer: LayerSpec, transform: LayerTransform) -> dict
 
     Names that a checkpoint may lack, such as biases, are among them.
     """
+    if layer.latent is not None:
+        return {} if transform.latent_scale is None else _latent_folds(layer, transform.latent_scale)
     changes = _Changes(model, layer, transform)
     names = model.projections
     found: dict[str, Fold] = {}
@@ -46,6 +49,34 @@ def folds(model: ModelSpec, layer: LayerSpec, transform: LayerTransform) -> dict
         found[f"{layer.module}.{model.k_norm}.weight"] = changes.gains("k")
         found[f"{layer.module}.{model.q_norm}.weight"] = changes.gains("q")
     return found
+
+
+def _latent_folds(layer: LayerSpec, scale: torch.Tensor) -> dict[str, Fold]:
+    """Rows and gains that one factor touches are left out where it is 1."""
+    of, module = layer.latent, layer.module
+    assert of is not None
+    latent, rotary = scale.tolist()
+    found: dict[str, Fold] = {}
+    if latent != 1:
+        found[f"{module}.{of.norm}.weight"] = lambda gains: _times(gains, 1 / latent)
+        found[f"{module}.{of.up}.weight"] = lambda rows: _times(rows, latent)
+    if rotary != 1:
+
+        def down(rows: torch.Tensor) -> torch.Tensor:  # of the latent, then of the rotary key
+            return torch.cat([rows[: of.rank], _times(rows[of.rank :], 1 / rotary)])
+
+        def query(rows: torch.Tensor) -> torch.Tensor:
+            heads = rows.reshape(layer.heads, of.key + of.rotary, -1)
+            turned = torch.cat([heads[:, : of.key], _times(heads[:, of.key :], rotary)], 1)
+            return turned.reshape(rows.shape)
+
+        found |= {f"{module}.{of.down}.{leaf}": down for leaf in ("weight", "bias")}
+        found[f"{module}.{of.query}.weight"] = query
+    return found
+
+
+def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    return (tensor.double() * factor).to(tensor.dtype)
 
 
 class _Changes:

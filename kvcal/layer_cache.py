@@ -113,7 +113,7 @@ def read(config: Mapping[str, Any]) -> tuple[LayerCache, ...]:
 
 
 def of_model(model: ModelSpec) -> tuple[LayerCache, ...]:
-    """The caches of a model whose layers all have one of their own."""
+    """The caches of a model whose layers all have K and V of their own."""
     return tuple(_of_layer(layer, model.sliding_window) for layer in model.layers)
 
 
@@ -121,8 +121,6 @@ def _of_layer(layer: LayerSpec, window: int | None) -> LayerCache:
     windows = {"full": None, "sliding": window}
     if layer.kind not in windows:
         raise PlanRefused([f"layer {layer.index} is of kind {layer.kind}, whose cache is not counted yet"])
-    if layer.latent is not None:
-        return _latent(layer.heads, layer.latent.rank, layer.latent.rotary)
     return LayerCache(
         query_heads=layer.heads,
         kv_heads=layer.kv_heads,
@@ -139,11 +137,8 @@ def _latents(config: Mapping[str, Any]) -> tuple[LayerCache, ...]:
     """
     names = ("num_hidden_layers", "num_attention_heads", "kv_lora_rank", "qk_rope_head_dim")
     layers, heads, rank, rotary = (positive(config, name) for name in names)
-    return (_latent(heads, rank, rotary),) * layers
-
-
-def _latent(heads: int, rank: int, rotary: int) -> LayerCache:
-    return LayerCache(heads, 1, (rank + rotary,), contracted=2 * rank + rotary, latent=True)
+    layer = LayerCache(heads, 1, (rank + rotary,), contracted=2 * rank + rotary, latent=True)
+    return (layer,) * layers
 
 
 def positive(config: Mapping[str, Any], key: str) -> int:

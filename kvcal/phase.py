@@ -29,8 +29,7 @@ from kvcal.arch import LayerSpec
 from kvcal.cache import QuantizedCache
 from kvcal.data import TokenSet
 from kvcal.errors import PlanRefused, StatisticsError
-from kvcal.formats import KVFormat
-from kvcal.plan import REFERENCE_BITS
+from kvcal.formats import REFERENCE_BITS, KVFormat
 
 _QUERIES = 128  # at a time: scores of a whole long sample would not fit
 

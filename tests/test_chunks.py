@@ -20,7 +20,7 @@ from kvcal.statistics import Statistics
 from tests import tiny
 from tests.test_calibrate import plan_for, token_set
 from tests.test_evaluate import RoundedCache, prepared
-from tests.test_layerwise import both, require_equal
+from tests.test_layerwise import SEVERAL, both, require_equal
 
 # Longer and shorter than a chunk, than the window of 24, and than both; not a multiple of the chunk.
 LENGTHS = [61, 60, 40, 12, 33]
@@ -44,8 +44,9 @@ def require_close(found: Statistics, expected: Statistics) -> None:
                     torch.testing.assert_close(other, value, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "batch_size"), [("llama", 1), ("gemma2", 1), *((family, 3) for family in tiny.FAMILIES)]
+)
 def test_statistics_are_those_of_whole_samples(family: str, batch_size: int) -> None:
     """Weights by attention too, which later chunks add to earlier tokens."""
     model, tokens = tiny.build_model(family), token_set(LENGTHS)
@@ -93,7 +94,7 @@ def test_no_layer_sees_more_queries_than_a_chunk_has() -> None:
     assert [shape[1] for shape in seen] == [n for n in (17, 17, 17, 10) for _ in range(3)]
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", SEVERAL)
 def test_layer_by_layer_and_in_chunks_at_once(family: str, tmp_path: Path) -> None:
     whole, streamed, spec = both(tiny.save(tmp_path / "model", family))
     tokens = replace(token_set(LENGTHS), chunk=CHUNK)
@@ -113,7 +114,7 @@ FIELDS = ("kl_mean", "kl_p99", "top1_agreement", "perplexity", "perplexity_refer
 
 
 @pytest.mark.parametrize("fmt", [FP8_E4M3, INT8_PER_TOKEN_HEAD], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral", "gemma2"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma2"])
 def test_fidelity_is_that_of_whole_samples(family: str, fmt: KVFormat) -> None:
     """Labels of a chunk's last token stand in the next one."""
     tokens = token_set(LENGTHS)

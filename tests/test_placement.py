@@ -23,7 +23,7 @@ from tests.test_layerwise import require_equal
 
 MAPS = ("auto", "layerwise")
 # Weights that are stored otherwise than the model has them, tied ones, and several kinds of masks.
-FAMILIES = ["llama", "mixtral", "gemma2", "gemma3_text", "gpt_neox"]
+FAMILIES = ["mixtral", "gemma2", "gpt_neox"]
 
 
 def limit_of(folder: Path) -> str:

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from kvcal import capture, formats, forward, models, rotary
+from kvcal import capture, distributed, formats, forward, models, rotary
 from kvcal.arch import LayerSpec
 from kvcal.data import Batch, TokenSet
 from kvcal.errors import ModelError, StatisticsError
 from kvcal.layerwise import Step
 from kvcal.plan import Plan
 from kvcal.recipe import SIDES, Side
+from kvcal.resume import Checkpoint
 from kvcal.statistics import Collect, Collector, Statistics
 
 _QUERIES = 32  # per sample, of those whose attention is computed again
@@ -45,19 +46,21 @@ def calibrate(
     *,
     on_tokens: Callable[[float], None] = lambda _: None,
     collect: Collect = "summary",
+    state: Checkpoint | None = None,
 ) -> Statistics:
-    """One forward pass over every sample, without the output head.
+    """One forward pass over every sample, without the output head, shared with the other ranks of the run.
 
-    ``on_tokens`` hears of each finished batch.
+    ``on_tokens`` hears of each finished batch. ``state`` is gone on from, and written now and then.
 
     Raises:
         StatisticsError: a layer was not observed, or holds NaN or infinity.
         ModelError: a layer's tensors have other shapes than ``config.json`` announced.
     """
     batch_size = plan.recipe.calibration.batch_size
-    return views(model, plan.layers, batch_size, tokens, (View(),), on_tokens=on_tokens, collect=collect)[
-        View()
-    ]
+    found = views(
+        model, plan.layers, batch_size, tokens, (View(),), on_tokens=on_tokens, collect=collect, state=state
+    )
+    return found[View()]
 
 
 @torch.inference_mode()
@@ -70,8 +73,12 @@ def views(
     *,
     on_tokens: Callable[[float], None] = lambda _: None,
     collect: Collect = "summary",
+    state: Checkpoint | None = None,
 ) -> dict[View, Statistics]:
-    """Statistics in several views from one pass; otherwise as :func:`calibrate`."""
+    """Statistics in several views from one pass; otherwise as :func:`calibrate`.
+
+    ``state`` goes with a single view.
+    """
     specs = {layer.index: layer for layer in layers}
     shapes = _shapes(layers)
     device = models.device_of(model)
@@ -100,21 +107,33 @@ def views(
                 value = call.value[sample, :, columns]
                 collector.see_weighted(call.layer, value[:, counted], weight[:, counted])
 
-    first = True
+    first, done, ended = True, 0, 0  # parts
+    if state is not None:
+        (kept_view,) = collectors.values()
+        done = state.restore(kept_view)
     with capture.intercept(model, observe, rotary=any(view.before_rope for view in wanted)):
-        for part in forward.parts(model, tokens.batches(batch_size)):
+        batches, share = distributed.dealt(tokens, batch_size)
+        for part in forward.parts(model, batches):
+            ended += 1
+            if ended <= done:
+                on_tokens(share * sum(batch.tokens for batch in part))
+                continue
             for step in forward.steps(model, part):
                 spans, start = _spans(step.batch), step.queries.start
                 kept = {view.skip: _kept(step, spans, view.skip, device) for view in wanted}
                 step.run()
                 for collector in collectors.values():
                     collector.end_batch()
-                on_tokens(step.tokens)
-            if first:  # a broken model should not cost a whole run
+                on_tokens(share * step.tokens)
+            if first and part:  # a broken model should not cost a whole run
                 for collector in collectors.values():
                     _require_sound(collector.statistics(), model)
             first = False
-    found = {view: collector.statistics() for view, collector in collectors.items()}
+            if state is not None:
+                state.offer(ended, kept_view)
+    if state is not None:
+        state.offer(ended, kept_view, finished=True)
+    found = {view: distributed.merged(collector.statistics()) for view, collector in collectors.items()}
     for statistics in found.values():
         _require_sound(statistics, model)
     return found

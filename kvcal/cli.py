@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from kvcal import __version__, cli_bench, cli_diff, cli_plan, cli_recipes, terminal
+from kvcal import __version__, cli_bench, cli_diff, cli_plan, cli_recipes, launch, terminal
 from kvcal.errors import EXIT_CODES, CheckFailed, GateFailed, KvcalError, UsageError
 from kvcal.options import (
     CALIBRATION_FIELDS,
@@ -82,6 +82,8 @@ def _root(
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
         raise typer.Exit(UsageError.exit_code)
+    if ctx.invoked_subcommand != "calibrate":
+        launch.refuse_several(ctx.invoked_subcommand)
 
 
 @app.command()
@@ -106,6 +108,12 @@ def calibrate(
     seed: Seed = None,
     output: Annotated[Path | None, typer.Option(help="Checkpoint folder to write.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output after success.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the statistics of an interrupted run.")
+    ] = False,
+    save_every: Annotated[
+        float, typer.Option(min=0, help="Seconds between two savings of what --resume goes on from.")
+    ] = 60.0,
     revision: Revision = None,
     device: Device = "auto",
     device_map: DeviceMap = "one",
@@ -117,6 +125,8 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Calibrate, validate, evaluate, export and check, in one run.
+
+    Under torchrun or accelerate launch, several processes share the work.
 
     Example: kvcal calibrate --model demo --format fp8 --granularity per_head
     """
@@ -133,9 +143,16 @@ def calibrate(
         overwrite,
         device_map=device_map,
         max_memory=max_memory,
+        resume=resume,
+        save_every=save_every,
     )
+    if launch.rank_if_any():  # rank 0 reports
+        junit = summary = None
     with ci_report.reporting("calibrate", junit, summary) as outcome:
-        document, folder = run.run_calibrate(request, recipe_named(recipe, wanted), terminal.narrator())
+        found = run.run_calibrate(request, recipe_named(recipe, wanted), terminal.narrator())
+        if found is None:
+            return
+        document, folder = found
         outcome.cases = ci_report.gate_cases(document["gates"]) + ci_report.check_cases(document["checks"])
         outcome.markdown = run.written_report(folder)
     if as_json:
@@ -189,6 +206,26 @@ def export(
         terminal.print_json(vars(found))
     else:
         engine_report.print_exported(terminal.console(), vars(found))
+
+
+@app.command()
+def merge(
+    runs: Annotated[list[Path], typer.Argument(help="Checkpoint folders that kvcal calibrate wrote.")],
+    output: Annotated[Path | None, typer.Option(help="Checkpoint folder to write.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output after success.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Merge calibrations of one model on different texts, without running it.
+
+    Example: kvcal merge out/chats out/code --output out/both
+    """
+    from kvcal import engine_report, run_merge
+
+    found = run_merge.run_merge(runs, output, terminal.narrator(), overwrite=overwrite)
+    if as_json:
+        terminal.print_json(vars(found))
+    else:
+        engine_report.print_merged(terminal.console(), vars(found))
 
 
 @app.command()

@@ -53,6 +53,35 @@ def bench_capture(
     )
 
 
+@app.command("scaling")
+def bench_scaling(
+    ctx: typer.Context,
+    model: Model = "demo",
+    processes: Annotated[str, typer.Option(help="Numbers of processes, with commas between.")] = "1,2",
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    batch_size: BatchSize = None,
+    passes: Annotated[int, typer.Option(min=1, help="Timed passes over the text per start.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Starts of each number of processes, in turn.")] = 2,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Time calibration by several processes, and see that they find the same statistics.
+
+    Starts torchrun itself. Forward passes, collection and the merge are timed, after a warm-up.
+
+    Example: kvcal bench scaling --model ./model --processes 1,2 --samples 128 --seq-len 2048
+    """
+    from kvcal import scaling
+
+    counts = [int(each) if each.strip().isdigit() else 0 for each in processes.split(",")]
+    recipe = recipe_named(None, changes(ctx, CALIBRATION_FIELDS))
+    rows = scaling.run_bench_scaling(
+        request_of(model, device=device), recipe, counts, passes, repeats, terminal.narrator()
+    )
+    terminal.print_rows(rows, as_json)
+
+
 @app.command("rules")
 def bench_rules(
     ctx: typer.Context,

@@ -94,8 +94,12 @@ class TokenSet:
     @property
     def content_hash(self) -> str:
         """SHA-256 of the samples, independent of their order."""
-        each = sorted(hashlib.sha256(json.dumps(s).encode()).hexdigest() for s in self.samples)
-        return hashlib.sha256("".join(each).encode()).hexdigest()
+        return hashlib.sha256("".join(sorted(self.hashes)).encode()).hexdigest()
+
+    @property
+    def hashes(self) -> list[str]:
+        """SHA-256 of each sample."""
+        return [hashlib.sha256(json.dumps(s).encode()).hexdigest() for s in self.samples]
 
     def batches(self, batch_size: int, padding_side: Literal["left", "right"] = "right") -> Iterator[Batch]:
         """Batches of samples of similar length, longest first, padded with token 0."""

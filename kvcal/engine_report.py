@@ -125,11 +125,25 @@ def print_exported(console: Console, exported: dict[str, Any]) -> None:
             f" {exported['largest_reduction']:.3g} times; `kvcal bench reduction` tells the cost in KL",
             highlight=False,
         )
-    for notice in exported["notices"]:
+    _print_written(console, exported)
+
+
+def print_merged(console: Console, merged: dict[str, Any]) -> None:
+    console.print(
+        f"{len(merged['runs'])} runs merged: {merged['granularity']} scales from"
+        f" {merged['samples']:,} samples, {merged['tokens']:,} tokens",
+        highlight=False,
+    )
+    _print_written(console, merged)
+
+
+def _print_written(console: Console, written: dict[str, Any]) -> None:
+    """What is left to know and to do."""
+    for notice in written["notices"]:
         console.print(f"note: {notice}", style="yellow", markup=False, highlight=False)
-    if exported["before"]:
-        console.print(f"first {exported['before']}", markup=False, highlight=False, soft_wrap=True)
-    if exported["serve"]:
+    if written["before"]:
+        console.print(f"first {written['before']}", markup=False, highlight=False, soft_wrap=True)
+    if written["serve"]:
         console.print("serve with", highlight=False)
-        console.print(f"  {shlex.join(exported['serve'])}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"written to {exported['folder']}", highlight=False, soft_wrap=True)
+        console.print(f"  {shlex.join(written['serve'])}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"written to {written['folder']}", highlight=False, soft_wrap=True)

@@ -10,7 +10,9 @@
     │   └── StatisticsError       4   a layer unseen, or NaN or infinity in its K, V or Q
     ├── GateFailed                5   measured, and worse than a gate of the recipe allows
     ├── CheckFailed               6   the written files break the engine's loader contract
-    └── OutputError               7   the output folder cannot be written
+    ├── OutputError               7   the output folder cannot be written
+    ├── RankFailed                8   another process of a run that several share
+    └── Interrupted             130   Ctrl-C, or ended by a launcher, with statistics left to go on from
 
 Exit code 1 is left for a bug in kvcal and 130 for Ctrl-C.
 """
@@ -84,6 +86,21 @@ class OutputError(KvcalError):
     exit_code = 7
 
 
+class RankFailed(KvcalError):
+    """Another process of the run failed, died or cannot be reached."""
+
+    exit_code = 8
+
+    def __init__(self, what: str):
+        super().__init__(f"{what}; the same command with --resume goes on from the last saved statistics")
+
+
+class Interrupted(KvcalError):
+    """The run was told to end, and its statistics are left for another one to go on from."""
+
+    exit_code = 130
+
+
 EXIT_CODES: tuple[tuple[int, str], ...] = (
     (0, "passed"),
     (1, "a bug in kvcal"),
@@ -93,5 +110,6 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
     (5, "a gate failed"),
     (6, "a check failed"),
     (7, "output cannot be written"),
+    (8, "another process of the run failed"),
     (130, "interrupted"),
 )

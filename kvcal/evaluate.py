@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kvcal import capture, forward
+from kvcal import capture, distributed, forward
 from kvcal.cache import Cache, QuantizedCache
 from kvcal.data import Batch, TokenSet
 from kvcal.errors import ModelError
@@ -107,18 +107,27 @@ def fidelities(
 ) -> dict[Any, Fidelity]:
     """Fidelity of each variant to the model as it is: one forward pass for each batch and variant.
 
+    Batches are dealt out to the ranks of the run; every rank gets the fidelity that one process would find.
     ``on_tokens`` hears of each finished pass as its share of the batch's tokens.
     """
-    tallies = [_Tally() for _ in variants]
+    mine: list[list[_Tally]] = []
     contexts = (nullcontext, *(_opener(model, variant) for variant in variants.values()))
-    for part in forward.parts(model, tokens.batches(batch_size)):
+    batches, share = distributed.dealt(tokens, batch_size)
+
+    def heard(done: float) -> None:
+        on_tokens(share * done)
+
+    for part in forward.parts(model, batches):
         expected = torch.empty(0)
-        for batch, queries, index, logits in forward.logits(model, part, contexts, on_tokens=on_tokens):
+        for batch, queries, index, logits in forward.logits(model, part, contexts, on_tokens=heard):
             if index == 0:
                 expected = logits
+                if queries.start == 0:
+                    mine.append([_Tally() for _ in variants])
             else:
-                tallies[index - 1].add(expected, logits, batch, queries)
-    return {name: tally.fidelity() for name, tally in zip(variants, tallies, strict=True)}
+                mine[-1][index - 1].add(expected, logits, batch, queries)
+    every = distributed.in_order("fidelities", mine)
+    return {name: _Tally.joined(each).fidelity() for name, *each in zip(variants, *every, strict=True)}
 
 
 def through(model: Any, cache: Cache | None, *, with_query: bool = False) -> AbstractContextManager[None]:
@@ -152,6 +161,17 @@ class _Tally:
         self._same: list[torch.Tensor] = []
         self._loss: list[torch.Tensor] = []
         self._loss_reference: list[torch.Tensor] = []
+
+    @classmethod
+    def joined(cls, tallies: Sequence[_Tally]) -> _Tally:
+        """Of all positions together, in order."""
+        found = cls()
+        for tally in tallies:
+            found._kl += tally._kl
+            found._same += tally._same
+            found._loss += tally._loss
+            found._loss_reference += tally._loss_reference
+        return found
 
     def add(self, expected: torch.Tensor, found: torch.Tensor, batch: Batch, queries: slice) -> None:
         """``expected`` and ``found`` are logits ``(batch, tokens, vocab)`` of some columns of a batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import time
@@ -16,10 +17,13 @@ import torch
 from kvcal import __version__, models
 from kvcal.data import TokenSet
 from kvcal.layerwise import Layerwise
+from kvcal.placement import Placement
 from kvcal.plan import Plan
 from kvcal.recipe import Text
 from kvcal.sources import Source
 from kvcal.trial import Trial
+
+SAMPLES = "samples.json"  # SHA-256 of each sample that the statistics hold
 
 
 def compute_of(model: Any) -> dict[str, str]:
@@ -32,6 +36,37 @@ def compute_of(model: Any) -> dict[str, str]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": model.config._attn_implementation,
     }
+
+
+def facts(
+    digest: str, plan: Plan, text: TokenSet, held_out: TokenSet, where: Placement, processes: int
+) -> dict[str, str]:
+    """All that decides what statistics a run collects, by what a person calls it.
+
+    ``digest`` is that of the model's files. The order of samples counts: it says which share a batch.
+    """
+    machine = torch.cuda.get_device_name(where.device) if where.device.type == "cuda" else _cpu_kind()
+    versions = _versions()
+    return {
+        "model": digest,
+        "calibration text": _sha256(" ".join(text.hashes)),
+        "held-out text": _sha256(" ".join(held_out.hashes)),
+        "recipe": _sha256(plan.recipe.to_yaml()),
+        "version of kvcal, torch or transformers": " ".join(
+            [__version__, versions["torch"], versions["transformers"]]
+        ),
+        "kind of device": machine,
+        "device map": where.device_map,
+        "number of processes": str(processes),
+    }
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _cpu_kind() -> str:
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}"
 
 
 def build(

@@ -10,10 +10,23 @@ from typing import Any
 
 import torch
 
-from kvcal import calibrate, data, evaluate, folding, manifest, memory, mixed, objectives, scales, validate
+from kvcal import (
+    calibrate,
+    data,
+    evaluate,
+    folding,
+    manifest,
+    memory,
+    mixed,
+    objectives,
+    resume,
+    scales,
+    validate,
+)
 from kvcal.cache import QuantizedCache
 from kvcal.errors import ModelError
 from kvcal.evaluate import Evaluation
+from kvcal.export import bundle
 from kvcal.export.folded import Folding
 from kvcal.mixed import Mixture
 from kvcal.plan import Plan
@@ -33,7 +46,11 @@ Weights = Callable[[], AbstractContextManager[None]]
 
 @dataclass
 class Job:
-    """What the steps work on. ``memory``: what each pass was expected to take, and took."""
+    """What the steps work on.
+
+    ``digest`` is :func:`kvcal.models.digest` of the folder that the model is from. ``state`` keeps statistics
+    for a run that goes on from an interrupted one. ``memory``: what each pass was expected to take, and took.
+    """
 
     plan: Plan
     model: Any
@@ -41,6 +58,8 @@ class Job:
     held_out: data.TokenSet
     narrator: Narrator
     clock: manifest.Clock
+    digest: str
+    state: resume.State | None = None
     memory: dict[str, Any] = field(default_factory=dict)
 
     def forget_model(self) -> None:
@@ -97,10 +116,11 @@ class Folds:
 class Outcome:
     """What the run found.
 
-    ``before`` is the same cache in front of unfolded weights, if any were folded. ``mixed`` is the choice of
-    layers to skip, if there was one.
+    ``text`` is what the statistics are of. ``before`` is the same cache in front of unfolded weights, if any
+    were folded. ``mixed`` is the choice of layers to skip, if there was one.
     """
 
+    text: data.TokenSet
     statistics: Statistics
     cache: QuantizedCache
     validation: Validation
@@ -121,7 +141,7 @@ def fold(job: Job) -> Folds:
     """
     plan, model, spec = job.plan, job.model, job.plan.model
     shaping, judging = folding.split(job.text, plan.recipe.folds.samples)
-    statistics = _statistics(job, "calibrate", shaping)
+    statistics = _statistics(job, "calibrate", shaping, job.digest)
     warning = key_hadamard.warning(statistics) if plan.format.rotated else None
     if warning is not None:
         job.narrator.notice(warning)
@@ -157,7 +177,10 @@ def measure(job: Job, folds: Folds | None) -> Outcome:
     if wanted is not None:
         text, judging = folding.split(job.text, wanted.samples)
     with weights():
-        statistics = _statistics(job, "calibrate folded" if folds else "calibrate", text)
+        name, digest = "calibrate", job.digest
+        if folds is not None:
+            name, digest = "calibrate folded", folds.choice.transforms.digest
+        statistics = _statistics(job, name, text, digest)
         cache = cache_of(job.plan, statistics, job.model)
         if wanted is not None:
             choice = mixed.choose(job.model, job.plan, cache, judging, job.narrator)
@@ -170,7 +193,7 @@ def measure(job: Job, folds: Folds | None) -> Outcome:
     if folds is not None:
         caches["before"] = (cache_of(job.plan, folds.statistics, job.model), nullcontext)
     found = _evaluations(job, caches)
-    return Outcome(statistics, cache, validation, found["after"], found.get("before"), choice)
+    return Outcome(text, statistics, cache, validation, found["after"], found.get("before"), choice)
 
 
 def prove_written(folds: Folds, written: Any) -> Folds:
@@ -201,14 +224,21 @@ def validated(model: Any, cache: QuantizedCache, held_out: data.TokenSet, narrat
         return validate.validate(model, cache, few, on_tokens=on_tokens)
 
 
-def _statistics(job: Job, name: str, text: data.TokenSet) -> Statistics:
+def _statistics(job: Job, name: str, text: data.TokenSet, weights: str) -> Statistics:
+    """``weights`` tells those that the model has now from others."""
     collect, batch_size = scales.collect(job.plan), job.plan.recipe.calibration.batch_size
     expected = memory.estimate(job.model, job.plan.model, text, batch_size, collect=collect)
+    state = job.state.checkpoint(name, weights) if job.state else None
+    if state is not None and state.parts:
+        job.narrator.say(f"{name}: going on after {state.parts} batches")
     with (
         memory.watched(name, job.model, expected, job.memory, job.narrator.say),
         job.narrator.bar(name, text.tokens) as on_tokens,
+        bundle.translated_os_errors(state.path.parent) if state else nullcontext(),
     ):
-        found = calibrate.calibrate(job.model, job.plan, text, on_tokens=on_tokens, collect=collect)
+        found = calibrate.calibrate(
+            job.model, job.plan, text, on_tokens=on_tokens, collect=collect, state=state
+        )
     job.clock.lap(name)
     return found
 

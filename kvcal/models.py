@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -230,6 +232,26 @@ def pickled_files(folder: Path) -> list[Path]:
         return [folder / _PICKLED_NAME]
     index = json.loads((folder / _PICKLED_INDEX).read_text(encoding="utf-8"))
     return [folder / file for file in sorted(set(index["weight_map"].values()))]
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 over the weight files and ``config.json``: what a model is, whatever its folder is called."""
+    files = {folder / "config.json"}
+    files |= (
+        set(pickled_files(folder))
+        if is_pickled(folder)
+        else {folder / f for f in weight_map(folder).values()}
+    )
+
+    def one(path: Path) -> str:
+        try:
+            with path.open("rb") as file:
+                return f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}"
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+
+    with ThreadPoolExecutor() as pool:  # hashing lets go of Python's lock
+        return hashlib.sha256("\n".join(pool.map(one, sorted(files))).encode()).hexdigest()
 
 
 def copy_small_files(source: Path, target: Path, *, except_for: Collection[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from kvcal import arch, data, mixed, models, placement, plan, sources
 from kvcal import recipe as recipes
 from kvcal.errors import ModelError, PlanRefused, UsageError
-from kvcal.export import bundle
+from kvcal.export import bundle, modelopt
 from kvcal.placement import Placement
 from kvcal.plan import Plan
 from kvcal.progress import Narrator
@@ -21,7 +21,10 @@ from kvcal.trial import Trial
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asked for, beside the recipe."""
+    """What the command line asked for, beside the recipe.
+
+    ``save_every``: seconds between two writes of what ``resume`` goes on from.
+    """
 
     model: str
     revision: str | None = None
@@ -31,6 +34,8 @@ class Request:
     trust: models.Trust = models.TRUST_NOTHING
     device_map: str = "one"
     max_memory: str | None = None
+    resume: bool = False
+    save_every: float = 60.0
 
     @property
     def placement(self) -> Placement:
@@ -134,3 +139,15 @@ def recorded_scales(folder: Path) -> Scales:
     if not path.is_file():
         raise ModelError(f"{folder}: its records lack {path.name}; calibrate again")
     return Scales.load(path)
+
+
+def base_quantization(folder: Path) -> dict[str, Any] | None:
+    """What a written checkpoint's config says about the weights alone; None where they are not quantized."""
+    section = sources.read_config(folder).get("quantization_config")
+    if section is None and (folder / modelopt.OWN_CONFIG).is_file():
+        section = modelopt.section_of(folder / modelopt.OWN_CONFIG)
+    if not isinstance(section, dict):
+        return None
+    if section.get("config_groups") == {} or section.get("ignore") == ["*"]:  # as kvcal writes it
+        return None
+    return {key: value for key, value in section.items() if key != "kv_cache_scheme"}

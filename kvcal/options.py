@@ -158,10 +158,14 @@ def request_of(
     overwrite: bool = False,
     device_map: str = "one",
     max_memory: str | None = None,
+    resume: bool = False,
+    save_every: float = 60.0,
 ) -> Request:
     """What a command asks for beside the recipe."""
     from kvcal.models import Trust
     from kvcal.opening import Request
 
     trust = Trust(trust_remote_code, allow_pickle)
-    return Request(model, revision, output, overwrite, device, trust, device_map, max_memory)
+    return Request(
+        model, revision, output, overwrite, device, trust, device_map, max_memory, resume, save_every
+    )

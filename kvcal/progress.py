@@ -22,6 +22,11 @@ class Narrator:
     def __init__(self, console: Console | None = None):
         self.console = console or Console(stderr=True)
 
+    @classmethod
+    def silent(cls) -> Narrator:
+        """One who says nothing."""
+        return cls(Console(quiet=True))
+
     def say(self, message: str) -> None:
         self.console.print(message, markup=False, highlight=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvcal import (
     check,
     check_live,
     data,
+    distributed,
     engines,
     evaluate,
     folding,
@@ -31,6 +33,7 @@ from kvcal import (
     plan,
     preflight,
     report,
+    run_ranks,
     scales,
     sources,
     tensor_parallel,
@@ -54,18 +57,32 @@ LIVE_PROMPTS = (
 LIVE_NEW_TOKENS = 24
 
 
-def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) -> tuple[report.Report, Path]:
+def run_calibrate(
+    request: Request, recipe: recipes.Recipe, narrator: Narrator
+) -> tuple[report.Report, Path] | None:
     """The main job: plan, calibrate, fold, scales, validate, evaluate, export, check, report.
 
     Returns the report and the folder that was written: the checkpoint, or ``<output>.failed`` with the
-    records alone if a gate failed.
+    records alone if a gate failed. None on ranks other than 0, if a launcher started several.
     """
     opening.quiet_libraries()
-    where = request.placement
+    with distributed.joined() as here:
+        if not here.leads:
+            run_ranks.follow(request, recipe)
+            return None
+        return _calibrate(request, recipe, narrator)
+
+
+def _calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) -> tuple[report.Report, Path]:
+    where = distributed.placed(request.placement)
     resolved, source = preflight.resolve(request.model, request.revision, recipe, narrator)
     opening.require_placeable(resolved, where)
+    run_ranks.refuse(resolved)
     destination = request.output or _default_output(source, resolved)
-    with bundle.staging(destination, overwrite=request.overwrite, base=source.folder) as stage:
+    with (
+        bundle.staging(destination, overwrite=request.overwrite, base=source.folder) as stage,
+        contextlib.ExitStack() as within,
+    ):
         plan_document = report.plan_document(resolved, source.name)
         report.print_plan(narrator.console, plan_document)
         clock = manifest.Clock()
@@ -76,9 +93,14 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
         tokenizer = models.load_tokenizer(source.folder, request.trust)
         text = opening.calibration_text(resolved, tokenizer, narrator)
         held_out = opening.held_out_text(resolved, tokenizer, narrator)
+        distributed.meet("rank 0 is ready")
+        agreed = run_ranks.agree(
+            source.folder, resolved, text, held_out, where, request, narrator, stage.destination
+        )
+        within.enter_context(agreed.state.explained())
         # No other name for the model: the job must be able to let go of it.
         loaded = opening.load(source.folder, resolved, where, request, narrator)
-        job = measure.Job(resolved, loaded, text, held_out, narrator, clock)
+        job = measure.Job(resolved, loaded, text, held_out, narrator, clock, agreed.digest, agreed.state)
         del loaded
         clock.lap("load")
         folds = measure.fold(job) if resolved.folds else None
@@ -117,20 +139,24 @@ def run_calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) 
             if resolved.granularity is not None and outcome.cache.scales is not None:
                 outcome.cache.scales.save(stage.records / "scales.safetensors")
             bundle.write_json(stage.records / "plan.json", plan_document)
-            bundle.write_json(
-                stage.records / "manifest.json",
-                manifest.build(source, resolved, compute, text, held_out, clock.laps)
-                | {"memory": job.memory}
-                | {"sha256": bundle.hashes(stage.folder, written, folded)},
-            )
+            record = manifest.build(source, resolved, compute, text, held_out, clock.laps)
+            record["model"]["sha256"] = job.digest
+            record["processes"] = distributed.place().size
+            record["memory"] = job.memory
+            record["sha256"] = bundle.hashes(stage.folder, written, folded)
+            bundle.write_json(stage.records / "manifest.json", record)
+            bundle.write_json(stage.records / manifest.SAMPLES, outcome.text.hashes)
             if document["mixed"] is not None:
                 bundle.write_json(stage.records / mixed.RECORD, document["mixed"])
             bundle.write_json(stage.records / "report.json", document)
             text_document = markdown.render(document, resolved, source.name)
             (stage.records / "report.md").write_text(text_document, encoding="utf-8")
             if document["verdict"] == "fail":
-                return document, stage.commit_failure()
-            stage.commit()
+                destination = stage.commit_failure()
+            else:
+                stage.commit()
+        distributed.meet("written")
+        agreed.state.remove()
     return document, destination
 
 
@@ -163,6 +189,7 @@ def _quantize_weights(
         target = stage.beside("quantized")
         weights.quantize(base, target, scheme, job.text, spec, trust=request.trust, say=job.narrator.notice)
     job.clock.lap("quantize weights")
+    job.digest = models.digest(target)
     quantized = arch.read(sources.read_config(target))
     # The KV part of the plan stays as it was; folds are in the weights already.
     job.plan = replace(job.plan, model=replace(quantized, dtype=spec.dtype))

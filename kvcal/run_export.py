@@ -18,6 +18,7 @@ RECORD = "export.json"
 _KEPT = (
     "statistics.safetensors",
     "manifest.json",
+    "samples.json",
     "report.json",
     "report.md",
     "mixed.json",
@@ -88,7 +89,7 @@ def run_export(
         bundle.staging(destination, overwrite=overwrite, base=weights) as stage,
         bundle.translated_os_errors(destination),
     ):
-        section = _base_quantization(weights)
+        section = opening.base_quantization(weights)
         written = targets.of(resolved).to_bundle(found, resolved, section)
         bundle.write(written, weights, stage.folder, drop_quantization=section is None)
         if (stage.folder / modelopt.OWN_CONFIG).is_file():
@@ -148,7 +149,7 @@ def _for_engine(
         for why in engine.ignores(was.model, was.format, was.deliver):
             how = "" if was.format.block else f": calibrate again with --engine {engine.name} --deliver fold"
             raise PlanRefused([why + how])
-    section = _base_quantization(weights)
+    section = opening.base_quantization(weights)
     method = section.get("quant_method") if section else None
     readable = (*engine.base_quant_methods, *engine.scalar_quant_methods)
     if method is not None and method not in readable:
@@ -167,18 +168,6 @@ def _for_engine(
     if resolved.granularity is None:
         return resolved, None
     return resolved, opening.recorded_scales(folder)
-
-
-def _base_quantization(folder: Path) -> dict[str, Any] | None:
-    """The section about the weights alone; None where they are not quantized."""
-    section = sources.read_config(folder).get("quantization_config")
-    if section is None and (folder / modelopt.OWN_CONFIG).is_file():
-        section = modelopt.section_of(folder / modelopt.OWN_CONFIG)
-    if not isinstance(section, dict):
-        return None
-    if section.get("config_groups") == {} or section.get("ignore") == ["*"]:  # as kvcal writes it
-        return None
-    return {key: value for key, value in section.items() if key != "kv_cache_scheme"}
 
 
 def _largest_ratio(fine: scales.Scales, coarse: scales.Scales, engine: EngineSpec) -> float:

@@ -32,7 +32,7 @@ _FILE_VERSION = "1"
 Collect = Literal["extremes", "summary", "distribution"]
 
 # How two values of a field become that of both; by default they are added.
-_MERGED = {"minimum": torch.minimum, "maximum": torch.maximum}
+MERGED = {"minimum": torch.minimum, "maximum": torch.maximum}
 
 
 @dataclass
@@ -90,7 +90,7 @@ class SideStatistics:
         if mine.keys() != theirs.keys():
             raise StatisticsError("statistics with and without distributions cannot be merged")
         return SideStatistics(
-            **{name: _MERGED.get(name, torch.add)(mine[name], theirs[name]) for name in mine}
+            **{name: MERGED.get(name, torch.add)(mine[name], theirs[name]) for name in mine}
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -126,15 +126,15 @@ class Statistics:
             for side in SIDES:
                 _require_sound(index, side, sides[side])
 
-    def save(self, path: Path) -> None:
-        """Write all tensors as ``layers.<index>.<side>.<field>``."""
+    def save(self, path: Path, metadata: Mapping[str, str] | None = None) -> None:
+        """Write all tensors as ``layers.<index>.<side>.<field>``, with ``metadata`` in the file's header."""
         tensors = {
             f"layers.{index}.{side}.{name}": tensor.contiguous()
             for index, sides in self.layers.items()
             for side in SIDES
             for name, tensor in sides[side].tensors().items()
         }
-        save_file(tensors, path, metadata={"kvcal_statistics": _FILE_VERSION})
+        save_file(tensors, path, metadata={"kvcal_statistics": _FILE_VERSION, **(metadata or {})})
 
     @classmethod
     def load(cls, path: Path) -> Statistics:
@@ -291,6 +291,26 @@ class Collector:
                 **{name: tensor.cpu() for name, tensor in self._distributions.get(key, {}).items()},
             )
         return Statistics(layers)
+
+    def restore(self, statistics: Statistics) -> None:
+        """Go on from what :meth:`statistics` gave, as if nothing had come in between."""
+        flat = {
+            "minimum": self._low,
+            "maximum": self._high,
+            "total": self._total,
+            "squares": self._squares,
+            "saturated": self._saturated,
+            "zeroed": self._zeroed,
+        }
+        for (layer, side), channels in self._channels.items():
+            found = statistics.layers[layer][side]
+            heads = self._heads[layer, side]
+            self._tokens[layer, side] = int(found.tokens)
+            for name, tensor in flat.items():
+                where = heads if name in ("saturated", "zeroed") else channels
+                tensor[where] = getattr(found, name).flatten().to(tensor.device)
+            for name, tensor in self._distributions.get((layer, side), {}).items():
+                tensor.copy_(getattr(found, name))
 
     def _no_distribution(self, layer: int, side: Side, device: torch.device) -> dict[str, torch.Tensor]:
         heads, head_dim = self._shapes[layer, side]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+from kvcal import launch
 from kvcal.errors import KvcalError
 
 if TYPE_CHECKING:
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
 
 
 def leave(message: str, code: int) -> NoReturn:
-    """End the process with one line on stderr, and under ``--json`` a document on stdout."""
+    """End the process with one line on stderr, and under ``--json`` a document on stdout if it is rank 0."""
     one_line = " ".join(message.split())
-    typer.echo(f"error: {one_line}", err=True)
-    if "--json" in sys.argv[1:]:
+    rank = launch.rank_if_any()
+    typer.echo(f"error: rank {rank}: {one_line}" if rank else f"error: {one_line}", err=True)
+    if "--json" in sys.argv[1:] and not rank:
         print_json({"error": {"message": one_line, "exit_code": code}})
     sys.exit(code)
 

@@ -12,12 +12,13 @@ is rounded in between.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from kvcal.errors import ModelError
 from kvcal.kernels import reference
@@ -175,12 +176,19 @@ class Transforms:
 
     def save(self, path: Path) -> None:
         """Write as ``layers.<index>.<step>``."""
-        tensors = {
+        save_file(self._named(), path)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all numbers."""
+        return hashlib.sha256(save(self._named())).hexdigest()
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        return {
             f"layers.{index}.{step}": getattr(layer, step).contiguous()
             for index, layer in self.layers.items()
             for step in layer.steps
         }
-        save_file(tensors, path)
 
     @classmethod
     def load(cls, path: Path) -> Transforms:

@@ -25,6 +25,8 @@ from kvcal.statistics import Collect
 
 # Float32 copies of the widest tensor of a token that norms, RoPE and statistics hold at a time.
 _COPIES = 8
+# What matrix libraries take for themselves on a GPU: 32 MiB a stream on Hopper, and torch keeps two kinds.
+_WORKSPACE = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Estimate:
         statistics: what is gathered of all layers; 0 where nothing is.
         logits: of the largest piece, and what comparing them takes; 0 where there are none.
         waiting: hidden states and masks between layers, which are on the CPU.
+        workspace: of matrix libraries; 0 on a CPU.
         on_cpu: whether the device is the CPU itself.
     """
 
@@ -47,13 +50,14 @@ class Estimate:
     statistics: int
     logits: int
     waiting: int
+    workspace: int
     on_cpu: bool
 
     @property
     def peak(self) -> int:
         """Of the device."""
         passing = max(self.layer + self.activations, self.logits)
-        return self.held + self.statistics + passing + self.waiting * self.on_cpu
+        return self.held + self.statistics + passing + self.workspace + self.waiting * self.on_cpu
 
     def __str__(self) -> str:
         parts = {
@@ -62,6 +66,7 @@ class Estimate:
             "activations": self.activations,
             "statistics": self.statistics,
             "logits": self.logits,
+            "workspace": self.workspace,
             "states between layers, on the CPU": self.waiting,
         }
         each = [f"{name} {human(size)}" for name, size in parts.items() if size]
@@ -102,6 +107,7 @@ def estimate(
         statistics=_statistics(spec, collect) if collect else 0,
         logits=0 if variants is None else max(_logits(model, spec, batch, item) for batch in batches),
         waiting=sum(_waiting(spec, batch, item, runs) for batch in batches) if streamed else 0,
+        workspace=0 if device.type == "cpu" else _WORKSPACE,
         on_cpu=device.type == "cpu",
     )
 

@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
+from kvcal import objectives
 from kvcal.arch import ModelSpec
+from kvcal.errors import ModelError
 from kvcal.kernels import reference
 from kvcal.recipe import Side
 from kvcal.scheme import CacheSide, SideScheme
@@ -67,7 +69,7 @@ def choose(
     scheme: SideScheme,
     side: CacheSide,
     seen: dict[Side, SideStatistics],
-    output: torch.Tensor,
+    output: torch.Tensor | None,
     seed: int,
 ) -> Basis:
     """The basis that a scheme asks for, from distributions of one layer.
@@ -76,7 +78,7 @@ def choose(
         scheme: of this side.
         side: k or v.
         seen: statistics of the layer, distributions included.
-        output: ``Σ_h W_o^(h)ᵀ W_o^(h)`` per KV head, ``(kv_heads, head_dim, head_dim)``.
+        output: ``Σ_h W_o^(h)ᵀ W_o^(h)`` per KV head, ``(kv_heads, head_dim, head_dim)``; None if not known.
         seed: of random signs and rotations.
     """
     mine = seen[side]
@@ -114,17 +116,17 @@ def read_by(projection: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Ten
 
 
 def readers(model: Any, spec: ModelSpec) -> dict[int, torch.Tensor]:
-    """:func:`read_by` of every layer of a model as its weights are now."""
+    """:func:`read_by` of every layer of a model as its weights are now; empty where they are not known."""
+    if spec.projections is None:
+        return {}
     return {
-        layer.index: read_by(
-            model.get_submodule(f"{layer.module}.{spec.projections.o}").weight, layer.kv_heads, layer.head_dim
-        )
-        for layer in spec.layers
+        layer.index: read_by(output, layer.kv_heads, layer.head_dim)
+        for layer, output in zip(spec.layers, objectives.output_weights(model, spec), strict=True)
     }
 
 
 def _cost(
-    side: CacheSide, seen: dict[Side, SideStatistics], moments: torch.Tensor, output: torch.Tensor
+    side: CacheSide, seen: dict[Side, SideStatistics], moments: torch.Tensor, output: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Second moments of what is stored and of what reads it."""
     if side == "k":
@@ -134,6 +136,8 @@ def _cost(
     weighted, weight = seen["v"].weighted_moments, seen["v"].weight
     assert weighted is not None
     assert weight is not None
+    if output is None:
+        raise ModelError("what reads V is not known, so errors of V cannot be weighted")
     return weighted / weight.clamp(min=1e-30)[:, None, None], output
 
 

@@ -18,12 +18,15 @@ from kvcal import capture, distributed, formats, forward, models, rotary
 from kvcal.arch import LayerSpec
 from kvcal.data import Batch, TokenSet
 from kvcal.errors import ModelError, StatisticsError
+from kvcal.kernels import reference
 from kvcal.layerwise import Step
 from kvcal.plan import Plan
 from kvcal.recipe import SIDES, Side
 from kvcal.resume import Checkpoint
 from kvcal.statistics import Collect, Collector, Statistics
 
+_COMPARED = 64  # tokens of the first sample that attention is computed for a second time
+_EMULATED = 0.05  # relative error that 16-bit arithmetic stays far below
 _QUERIES = 32  # per sample, of those whose attention is computed again
 
 
@@ -111,7 +114,13 @@ def views(
     if state is not None:
         (kept_view,) = collectors.values()
         done = state.restore(kept_view)
-    with capture.intercept(model, observe, rotary=any(view.before_rope for view in wanted)):
+
+    def compare(call: capture.AttentionCall, output: torch.Tensor) -> None:
+        if first and start == 0:
+            _require_emulated(call, output, spans[0])
+
+    rotary_too = any(view.before_rope for view in wanted)
+    with capture.intercept(model, observe, rotary=rotary_too, after=compare):
         batches, share = distributed.dealt(tokens, batch_size)
         for part in forward.parts(model, batches):
             ended += 1
@@ -179,7 +188,10 @@ def attention_weights(call: capture.AttentionCall, sample: int, span: slice, sta
     # Added, not filled in: a mask that broadcasts is many times slower to fill on a CPU.
     bias = logits.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
     each = logits.view(kv_heads, -1, len(here), keys) + bias
-    found: torch.Tensor = each.softmax(-1).square_().sum((1, 2)) * (tokens / queries)
+    if call.sinks is not None:
+        sink = call.sinks.float().view(kv_heads, -1, 1, 1).expand(-1, -1, len(here), 1)
+        each = torch.cat([each, sink], -1)
+    found: torch.Tensor = each.softmax(-1)[..., :keys].square_().sum((1, 2)) * (tokens / queries)
     return found
 
 
@@ -200,6 +212,22 @@ def _newest(call: capture.AttentionCall) -> capture.AttentionCall:
     if not old:
         return call
     return dataclasses.replace(call, key=call.key[:, :, old:], value=call.value[:, :, old:])
+
+
+def _require_emulated(call: capture.AttentionCall, output: torch.Tensor, span: slice) -> None:
+    """Refuse a layer that does more at attention than kvcal does when it judges it.
+
+    Biases of position, chunks, a prefix that is seen as a whole, attention that is no softmax: whatever shows
+    in the first tokens of a sample.
+    """
+    q, k, v, given = (x[:1, :, span][:, :, :_COMPARED].float() for x in (*call.attended(), output))
+    expected = reference.attention(q, k, v, **call.geometry)
+    error = float((given - expected).norm() / expected.norm())
+    if error > _EMULATED:  # NaN and infinity are for those who know where they came from
+        raise ModelError(
+            f"layer {call.layer}: its attention differs by {error:.2g} from causal softmax attention over its"
+            " Q, K and V; what else it does is not emulated, so nothing that kvcal says of it would hold"
+        )
 
 
 def _spans(batch: Batch) -> list[slice]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvcal import arch, engines, formats, granularity, models, sources
+from kvcal import engines, formats, granularity, models, probe, sources
 from kvcal import recipe as recipes
 from kvcal.arch import LayerSpec, ModelSpec
 from kvcal.engine_spec import UNQUANTIZED, EngineSpec
@@ -30,9 +30,13 @@ from kvcal.recipe import SIDES, Side
 
 # Anything that an engine's name mapper could take for a scale of K, V or Q.
 _SCALE_LIKE = re.compile(
-    r"(?:\b|_)(?:[kvq]|kv|prob)_(?:scale|zero_point|bias_value)$|[kvq]_cache\.scale$|output_scale$",
+    r"(?:\b|_)(?:[kvq]|kv|prob)_(?:scale|zero_point|bias_value)$|[kvq]_cache\.scale$|\boutput_scale$",
     re.IGNORECASE,
 )
+
+
+# Of old GPT-2 and GPT-NeoX checkpoints; transformers drops them.
+_CAUSAL_MASKS = ("bias", "masked_bias")
 
 
 @dataclass(frozen=True)
@@ -114,8 +118,8 @@ def _read(folder: Path) -> Checkpoint:
     if not os.path.isdir(folder):
         raise UsageError(f"{folder}: no such folder")
     config = sources.read_config(folder)
-    model = arch.read(config)
     weight_map = models.weight_map(folder)
+    model = models.as_stored(probe.read(config), weight_map)
     files: dict[str, list[str]] = {}
     scales: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -294,10 +298,13 @@ def _present(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
 def _known_names(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
     layers = checkpoint.model.layers
     expected = {engine.scale_name(layer, side) for layer in layers for side in _sides(engine)}
-    # Nothing else lies directly in an attention module, so whatever does is a scale with a slip in its name.
-    modules = {layer.module for layer in layers}
+    # Whatever else lies directly in an attention module is a scale with a slip in its name.
+    own = {
+        f"{layer.in_checkpoint}.{name}" for layer in layers for name in (*layer.own_tensors, *_CAUSAL_MASKS)
+    }
+    modules = {layer.in_checkpoint for layer in layers}
     inside = {n for names in checkpoint.files.values() for n in names if n.rpartition(".")[0] in modules}
-    for name in sorted((checkpoint.scales.keys() | inside) - expected):
+    for name in sorted((checkpoint.scales.keys() | inside) - expected - own):
         yield f"{name} is no name that this model loads scales from; expected is {sorted(expected)[0]}"
 
 
@@ -325,6 +332,17 @@ def _values(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
             yield f"{name} holds infinity"
         elif bool((scale <= 0).any()):
             yield f"{name} holds {float(scale.min()):g}; a scale must be above 0"
+
+
+def _shared(checkpoint: Checkpoint, engine: EngineSpec) -> Iterator[str]:
+    layers = {layer.index: layer for layer in checkpoint.model.layers}
+    for layer in layers.values():
+        if layer.shares is None:
+            continue
+        for side in ("k", "v"):
+            mine, owner = (engine.scale_name(each, side) for each in (layer, layers[layer.shares]))
+            if not torch.equal(*(checkpoint.scales.get(name, torch.ones(1)) for name in (mine, owner))):
+                yield f"{mine} is not {owner}, with which the cache that it reads was written"
 
 
 def _scales(
@@ -355,6 +373,8 @@ _SCALES: tuple[Rule, ...] = (
     ("shapes and dtypes fit the strategy", _shapes),
     ("values are finite and above zero", _values),
 )
+# Of models where there is something to it.
+_SHARED: Rule = ("layers that share a cache share its scales", _shared)
 _FOLDED: Rule = ("folded weights are what was written", _folds_delivered)
 _NO_SCALES: Rule = ("no scale that the engine has no place for", _no_scales)
 _PLAIN: tuple[Rule, ...] = (
@@ -369,6 +389,8 @@ def _rules(checkpoint: Checkpoint, engine: EngineSpec) -> tuple[Rule, ...]:
         rules = (_NO_SCALES, *_PLAIN)
     else:
         rules = _SCALES if checkpoint.announces_scales else _PLAIN
+        if checkpoint.announces_scales and checkpoint.model.shares_caches:
+            rules = (*rules, _SHARED)
         if "q" in engine.scale_suffixes:
             rules = tuple((rule.replace("k and v", "k, v and q"), test) for rule, test in rules)
     return rules if checkpoint.folds is None else (*rules, _FOLDED)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcal import arch, live_engine, sources
+from kvcal import live_engine, probe, sources
 from kvcal.arch import ModelSpec
 from kvcal.errors import CheckFailed, UsageError
 from kvcal.recipe import SIDES, Side
@@ -160,7 +160,7 @@ def check_live(
         ModelError: transformers cannot load the folder.
     """
     folder = folder.resolve()
-    spec = arch.read(sources.read_config(folder))
+    spec = probe.read(sources.read_config(folder))
     if not any(expected.values()):
         raise CheckFailed(f"{folder}: no scales were written, so there is nothing to ask the engine about")
     asked = _Prompts.of(prompts, folder, spec, max_new_tokens)

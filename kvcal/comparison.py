@@ -80,7 +80,7 @@ class Selection:
 
     def bits(self, context: int) -> float:
         """Bits per element in ``context`` tokens."""
-        shares = sensitivity.shares(list(self.chosen), self.trial.layers)
+        shares = sensitivity.shares(list(self.chosen), self.trial.layers, context)
         return sum(
             share * self.trial.item_bits(item.places, self.chosen[item], context)
             for item, share in shares.items()
@@ -157,7 +157,7 @@ class Comparison:
             item: [Option(n, trial.item_bits(item.places, n, context), kl) for n, kl in kls[item].items()]
             for item in items
         }
-        shares = sensitivity.shares(items, trial.layers)
+        shares = sensitivity.shares(items, trial.layers, context)
 
         def together(found: Assignment[sensitivity.Item]) -> Cache:
             return sensitivity.assembled({item: fitted[o.name] for item, o in found.options.items()})
@@ -271,14 +271,13 @@ def efficient(points: Mapping[str, tuple[float, float]]) -> set[str]:
 
 def _attend(call: capture.AttentionCall, given: capture.Tensors | capture.Versions) -> torch.Tensor:
     """Attention output in float32, for tensors or versions of them."""
-    geometry: dict[str, Any] = {"scaling": call.scaling, "window": call.window, "softcap": call.softcap}
     if isinstance(given, capture.Versions):
         return reference.attention_over_versions(
             given.query.float(),
             tuple(k.float() for k in given.keys),
             tuple(v.float() for v in given.values),
             given.seen,
-            **geometry,
+            **call.geometry,
         )
     q, k, v = (x.float() for x in given)
-    return reference.attention(q, k, v, **geometry)
+    return reference.attention(q, k, v, **call.geometry)

@@ -28,6 +28,7 @@ Role = Literal["calibration", "evaluation"]
 Document = str | list[dict[str, Any]]
 
 _EVALUATION_SHARE = 5  # one document in five
+_TEXT_ALONE = "kvcal calibrates on text alone, also models that see more; leave such rows out"
 _COLUMNS = ("text", "messages", "conversations", "prompt")
 _TXT_DOCUMENT_CHARS = 4000
 
@@ -232,6 +233,9 @@ def _dataset_rows(text: Text) -> list[Document]:
         first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise DataError(f"{text.dataset}: cannot be read as a dataset: {first_line}") from None
     column = _column(text, list(rows.column_names))
+    beside = sorted({"image", "images"} & set(rows.column_names) - {column})
+    if beside:
+        raise DataError(f"{text.dataset}: has images in column {beside[0]!r}; {_TEXT_ALONE}")
     documents = [_document(text.dataset, column, value) for value in rows[column]]
     return [d for d in documents if d]
 
@@ -251,6 +255,12 @@ def _document(dataset: str, column: str, value: Any) -> Document:
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list) and all(isinstance(turn, dict) and "role" in turn for turn in value):
+        for part in (
+            part for turn in value if isinstance(turn.get("content"), list) for part in turn["content"]
+        ):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind not in ("text", None):
+                raise DataError(f"{dataset}: a chat has a part of type {kind!r}; {_TEXT_ALONE}")
         return value
     raise DataError(f"{dataset}: column {column!r} holds {type(value).__name__}, not text or chat messages")
 

@@ -46,6 +46,9 @@ class EngineSpec:
         loads_scales: formats whose static scales it takes from a checkpoint.
         granularities: static granularities the loader accepts.
         head_dim_multiple: format -> the attention kernels' alignment of one cached vector, in elements.
+        own_attention: name of the attention inside a module that is called so itself. Names of scales are
+            mapped into it from the module around it, but not where that has the same name already.
+        renamed: model type -> a part of module paths and what the engine calls it, where the two differ.
         smallest_head_dim: format -> smallest head size of a backend that has it.
         per_head_max_head_dim: largest head size of a backend that takes one scale per head.
         base_quant_methods: ``quant_method`` of base weights whose config the KV scheme is merged into; the
@@ -61,8 +64,8 @@ class EngineSpec:
             for; every engine so far ignores them.
         skips_layers: whether it can keep single layers in 16 bits, and their Q with them.
         source: where the facts of the row were read.
-        families: model types whose loader hands scales to attention; None for all.
-        unloaded: model type -> what happens to scales of one that is not among ``families``.
+        families: model types whose loader hands scales to attention; None for all but ``unloaded``.
+        unloaded: model type -> what happens to scales of one whose loader does not.
         separate_projections: the names of scales need modules ``k_proj`` and ``v_proj``.
         unread: format -> why static scales for it reach no kernel.
         needs_hardware: format -> the unit, ``fp8`` or ``fp4``, without which a GPU does not get this cache.
@@ -92,6 +95,8 @@ class EngineSpec:
     base_quant_methods: tuple[str, ...] = ()
     scalar_quant_methods: tuple[str, ...] = ()
     head_dim_multiple: Mapping[str, int] = field(default_factory=dict)
+    own_attention: str | None = None
+    renamed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     smallest_head_dim: Mapping[str, int] = field(default_factory=dict)
     per_head_max_head_dim: int = 2**16
     decode_time: Mapping[str, float] = field(default_factory=dict)
@@ -115,7 +120,15 @@ class EngineSpec:
 
     def scale_name(self, layer: LayerSpec, side: str) -> str:
         """Name of the tensor that holds the scale of k, v or q."""
-        return f"{layer.module}.{self.scale_suffixes[side]}"
+        module = layer.in_checkpoint
+        if self.own_attention is not None and module.rpartition(".")[2] == self.own_attention:
+            module = f"{module}.{self.own_attention}"
+        return f"{module}.{self.scale_suffixes[side]}"
+
+    def module_held(self, model: ModelSpec, layer: LayerSpec) -> str:
+        """Path of the module around attention in the running engine."""
+        old, new = self.renamed.get(model.model_type, ("", ""))
+        return layer.module.replace(old, new) if old else layer.module
 
     def reach(self, fmt: KVFormat) -> float:
         """The largest magnitude at a static scale of 1, by this engine's convention."""
@@ -185,13 +198,14 @@ class EngineSpec:
         """Why its loader drops the scales of this model; None if it does not."""
         if model.latent is not None and not self.loads_latent_scale:
             return f"{self.name} {self.version}, {model.model_type}: {self.about_latents}"
-        if self.families is not None and model.model_type not in self.families and model.latent is None:
+        known = self.families is None or model.model_type in self.families or model.latent is not None
+        if not known or model.model_type in self.unloaded:
             what = self.unloaded.get(model.model_type, "is not known to load scales for it")
             return f"{self.name} {self.version}, {model.model_type}: {what}"
-        if self.separate_projections and model.projections.fused != "no":
-            return (
-                f"{self.name} {self.version} looks for scales beside k_proj and v_proj, which here are fused"
-            )
+        names = model.projections
+        if self.separate_projections and (names is None or (names.k, names.v) != ("k_proj", "v_proj")):
+            what = "are not known to be there" if names is None else "here are fused"
+            return f"{self.name} {self.version} looks for scales beside k_proj and v_proj, which {what}"
         return None
 
     def refusals(
@@ -224,6 +238,11 @@ class EngineSpec:
             )
         if model.latent is not None and granularity is not None and granularity.name == "per_head":
             reasons.append("all heads read one cached latent, so there is no scale per head; use per_tensor")
+        if deliver != "metadata" and model.projections is None:
+            reasons.append(
+                f"which weights of {model.model_type} make Q, K and V is not known, so nothing can be folded;"
+                " use fp8 with --deliver metadata where the engine loads scales"
+            )
         reasons += self._about_weights(model, granularity, deliver)
         sizes = {layer.head_dim for layer in model.layers if layer.latent is None}
         for head_dim in sorted(sizes) if known else []:

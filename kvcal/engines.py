@@ -66,6 +66,12 @@ VLLM = EngineSpec(
     needs_hardware={"fp8_per_token_head": "fp8"},
     # config/cache.py kv_cache_dtype_skip_layers; layers/attention/attention.py then takes "auto" for a layer
     skips_layers=True,
+    # Their Attention is built without a quantization config (models/*.py of 0.33.0)
+    unloaded=dict.fromkeys(("jamba", "lfm2_moe"), "fails with ValueError on a scale")
+    | dict.fromkeys(("step3_text",), "drops scales and serves 1.0"),
+    # get_cache_scale_mapper leaves `X.attn.k_scale` as it is: a module called attn holds another one
+    own_attention="attn",
+    renamed={"gpt_oss": (".self_attn", ".attn")},
     answers_live=True,
     # quantization/compressed_tensors.py and fp8.py give scales to Attention alone, and MLAAttention is none;
     # kernels read one _k_scale for latent and rotary key (vllm#37054).

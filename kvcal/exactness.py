@@ -17,6 +17,12 @@ def _always(model: ModelSpec) -> Reason:
     return None
 
 
+def _not_through_a_gate(model: ModelSpec) -> Reason:
+    if model.output_gate:
+        return "a gate per channel stands between attention and the output projection"
+    return None
+
+
 def _key_turn(model: ModelSpec) -> Reason:
     if model.qk_norm != "none" and model.norm_adds_one:
         return "gains of 1 + w cannot change sign without rounding w"
@@ -32,6 +38,8 @@ def _key_hadamard(model: ModelSpec) -> Reason:
 def _key_offset(model: ModelSpec) -> Reason:
     if model.softcap is not None:
         return "the logit softcap is not invariant under a shift of all logits"
+    if model.sinks:
+        return "learned sinks are not shifted with the logits of keys"
     if model.qk_norm != "none":
         return "the QK-norm follows the bias that would carry the offset"
     if not any(free_channels(layer) for layer in model.layers):
@@ -48,9 +56,9 @@ WHY_NOT_FOLDED: Mapping[str, Callable[[ModelSpec], Reason]] = {
     "key_offset": _key_offset,
     "key_hadamard": _key_hadamard,
     "value_scale": _always,
-    "value_hadamard": _always,
-    "value_random_hadamard": _always,
-    "value_balanced": _always,
+    "value_hadamard": _not_through_a_gate,
+    "value_random_hadamard": _not_through_a_gate,
+    "value_balanced": _not_through_a_gate,
     "latent_scale": _always,
 }
 
@@ -62,6 +70,9 @@ def free_channels(layer: LayerSpec) -> tuple[int, ...]:
 
 def table(model: ModelSpec) -> dict[str, Reason]:
     """Every transform with the reason why it cannot be folded into this model; None if it can."""
+    if model.projections is None:
+        unknown = f"which weights of {model.model_type} make Q, K and V is not known"
+        return dict.fromkeys(WHY_NOT_FOLDED, unknown)
     found = {name: why_not(model) for name, why_not in WHY_NOT_FOLDED.items()}
     return {name: _of_another_cache(name, model) or reason for name, reason in found.items()}
 

@@ -113,20 +113,30 @@ def read(config: Mapping[str, Any]) -> tuple[LayerCache, ...]:
 
 
 def of_model(model: ModelSpec) -> tuple[LayerCache, ...]:
-    """The caches of a model whose layers all have K and V of their own."""
-    return tuple(_of_layer(layer, model.sliding_window) for layer in model.layers)
+    """The caches of a model whose layers all have K and V of their own.
+
+    Raises:
+        PlanRefused: they have not.
+    """
+    if model.layers_without_attention:
+        count = model.layers_without_attention
+        raise PlanRefused([f"the state that {count} layers without attention keep is not counted yet"])
+    return tuple(_of_layer(layer) for layer in model.layers)
 
 
-def _of_layer(layer: LayerSpec, window: int | None) -> LayerCache:
-    windows = {"full": None, "sliding": window}
-    if layer.kind not in windows:
+def _of_layer(layer: LayerSpec) -> LayerCache:
+    if layer.kind not in ("full", "sliding"):
         raise PlanRefused([f"layer {layer.index} is of kind {layer.kind}, whose cache is not counted yet"])
+    if layer.shares is not None:
+        raise PlanRefused(
+            [f"layer {layer.index} reads the cache of layer {layer.shares}, which is not counted yet"]
+        )
     return LayerCache(
         query_heads=layer.heads,
         kv_heads=layer.kv_heads,
         vectors=(layer.head_dim, layer.head_dim),
         contracted=2 * layer.head_dim,
-        window=windows[layer.kind],
+        window=layer.window,
     )
 
 

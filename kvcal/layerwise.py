@@ -321,7 +321,8 @@ class _Run:
     def __call__(self) -> None:
         hidden = self._piece.hidden[self._variant].to(self._device)
         call = _moved(self._piece.calls[self._index], self._device, {})
-        args = tuple(hidden if value is None and i == 0 else value for i, value in enumerate(call.args))
+        given = tuple(self._cache if isinstance(v, Cache) else v for v in call.args)
+        args = tuple(hidden if value is None and i == 0 else value for i, value in enumerate(given))
         named = {name: self._cache if isinstance(v, Cache) else v for name, v in call.named.items()}
         if not args:
             named["hidden_states"] = hidden
@@ -346,6 +347,11 @@ def _lengthen(cache: Cache | None, layer: torch.nn.Module, hidden: torch.Tensor)
     indices = {module.layer_idx for module in layer.modules() if hasattr(module, "layer_idx")}
     if cache is not None:
         for index in indices:
+            if not hasattr(cache.layers[index], "update"):
+                raise ModelError(
+                    f"layer {index} keeps a state instead of K and V, of which a layer that computes nothing"
+                    " knows no length; run samples whole (--chunk) or use --device-map auto"
+                )
             nothing = hidden.new_empty(hidden.shape[0], 1, hidden.shape[1], 1)
             cache.update(nothing, nothing, index)
 

@@ -88,7 +88,7 @@ def choose(model: Any, plan: Plan, cache: QuantizedCache, judging: TokenSet, nar
     def whole(assignment: Assignment[Item]) -> float:
         return kl_over(_skipped(assignment))
 
-    options, shares = _options(plan, kls), sensitivity.shares(groups, plan.layers)
+    options, shares = _options(plan, kls), sensitivity.shares(groups, plan.layers, plan.model.max_context)
     if wanted.max_kl is not None:
         found, kl_mean = allocate.measured_within_kl(options, shares, wanted.max_kl, whole)
     else:
@@ -129,7 +129,9 @@ def _options(plan: Plan, kls: Mapping[Item, float]) -> dict[Item, list[Option]]:
         item: [
             Option(
                 plan.format.name,
-                bits_over([layers[index] for index in item.layers], plan.format),
+                bits_over(
+                    [layers[index] for index in item.layers], plan.format, context=plan.model.max_context
+                ),
                 max(kl, _LEAST_KL),
             ),
             Option(_SKIPPED, REFERENCE_BITS, 0.0),

@@ -9,13 +9,14 @@ import re
 import shutil
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kvcal import probe
 from kvcal.arch import ModelSpec
 from kvcal.errors import ModelError, UsageError
 
@@ -26,7 +27,7 @@ _PICKLED_INDEX = "pytorch_model.bin.index.json"
 _SMALL_FILES = (".json", ".txt", ".model", ".jinja", ".py", ".md")
 _TEMPLATES = "additional_chat_templates"  # where transformers keeps all but the default one
 # A weight of a layer; scales and the RoPE frequencies of old checkpoints may be there without a use.
-_LAYER_WEIGHT = re.compile(r"\.layers\.(\d+)\..*\b(?:weight|bias)$")
+_LAYER_WEIGHT = re.compile(r"\.(?:layers|h)\.(\d+)\..*\b(?:weight|bias)$")
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,34 @@ def weight_map(folder: Path) -> dict[str, str]:
     return announced
 
 
+def as_stored(spec: ModelSpec, weights: Collection[str]) -> ModelSpec:
+    """The spec with the paths under which a checkpoint keeps its layers.
+
+    Some checkpoints leave out the name of the base model, which transformers puts in front as it loads them.
+
+    Args:
+        spec: of the checkpoint's config.
+        weights: names of its tensors; none at all says nothing.
+
+    Raises:
+        ModelError: the weights of a layer are not where they should be.
+    """
+    held = {name.rpartition(".")[0] for name in weights}
+    held |= {module.rpartition(".")[0] for module in held}  # of projections inside an attention module
+    layers = []
+    for layer in spec.layers:
+        path = layer.in_checkpoint
+        candidates = (path, path.partition(".")[2])
+        stored = next((each for each in candidates if each in held), None if weights else path)
+        if stored is None:
+            raise ModelError(
+                f"layer {layer.index}: the checkpoint has no weights under {path}, where transformers keeps"
+                " them; is it the config of another model?"
+            )
+        layers.append(replace(layer, stored=None if stored == layer.module else stored))
+    return replace(spec, layers=tuple(layers))
+
+
 def load(folder: Path, spec: ModelSpec, device: torch.device, trust: Trust) -> Any:
     """The model in evaluation mode.
 
@@ -119,6 +148,15 @@ def require_finite(folder: Path, model: Any) -> None:
         raise ModelError(f"{folder}: {_named(broken)} holds NaN or infinity; download the model again")
 
 
+def require_as_announced(folder: Path, spec: ModelSpec, trust: Trust) -> None:
+    """Hold the spec against the code of its model, before a weight is loaded.
+
+    Raises:
+        ModelError: naming layer and field that differ.
+    """
+    probe.verify(_config(folder, trust), spec, trust_remote_code=trust.remote_code)
+
+
 def dtype_on(device: torch.device, spec: ModelSpec) -> torch.dtype:
     """What a model computes in."""
     found: torch.dtype = torch.float32 if device.type == "cpu" else getattr(torch, spec.dtype)
@@ -127,9 +165,8 @@ def dtype_on(device: torch.device, spec: ModelSpec) -> torch.dtype:
 
 def without_weights(folder: Path, trust: Trust) -> Any:
     """The model as its class makes it, on whatever device is the default."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(_config(folder, trust), trust_remote_code=trust.remote_code)
+    config = _config(folder, trust)
+    return probe.auto_class(config).from_config(config, trust_remote_code=trust.remote_code)
 
 
 def read(folder: Path, spec: ModelSpec, dtype: torch.dtype, trust: Trust, where: dict[str, Any]) -> Any:
@@ -141,20 +178,18 @@ def read(folder: Path, spec: ModelSpec, dtype: torch.dtype, trust: Trust, where:
         ModelError: as of :func:`load`.
         torch.OutOfMemoryError: weights do not fit.
     """
-    from transformers import AutoModelForCausalLM
-
     pickled = is_pickled(folder)
     if not (pickled and trust.pickle):
         weight_map(folder)
     config = _config(folder, trust)
     _as_base(config)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = probe.auto_class(config).from_pretrained(
             folder,
             config=config,
             dtype=dtype,
-            # Scaled dot-product attention drops the logit softcap without a word.
-            attn_implementation="eager" if spec.softcap is not None else "sdpa",
+            # Scaled dot-product attention drops softcaps and sinks without a word.
+            attn_implementation="eager" if spec.softcap is not None or spec.sinks else "sdpa",
             use_safetensors=not pickled,
             ignore_mismatched_sizes=True,  # refused below, by name
             trust_remote_code=trust.remote_code,

@@ -21,7 +21,7 @@ import torch
 
 from kvcal import histogram, models
 from kvcal.arch import ModelSpec
-from kvcal.errors import StatisticsError, UsageError
+from kvcal.errors import ModelError, StatisticsError, UsageError
 from kvcal.formats import KVFormat
 from kvcal.granularity import Granularity
 from kvcal.recipe import Objective, Side
@@ -122,13 +122,22 @@ def value_weight(output: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Te
 def value_weights(model: Any, spec: ModelSpec) -> dict[int, torch.Tensor]:
     """:func:`value_weight` of every layer of a model as its weights are now."""
     return {
-        layer.index: value_weight(
-            models.weight(model, f"{layer.module}.{spec.projections.o}.weight"),
-            layer.kv_heads,
-            layer.head_dim,
-        )
-        for layer in spec.layers
+        layer.index: value_weight(output, layer.kv_heads, layer.head_dim)
+        for layer, output in zip(spec.layers, output_weights(model, spec), strict=True)
     }
+
+
+def output_weights(model: Any, spec: ModelSpec) -> list[torch.Tensor]:
+    """``(hidden, heads * head_dim)`` of every layer's output projection.
+
+    Raises:
+        ModelError: nobody has found out which weights those are.
+    """
+    names = spec.projections
+    if names is None:
+        raise ModelError(f"what reads V in {spec.model_type} is not known, so errors of V cannot be weighted")
+    found = (models.weight(model, f"{layer.module}.{names.o}.weight") for layer in spec.layers)
+    return [weight.T if names.transposed else weight for weight in found]
 
 
 @dataclass(frozen=True)

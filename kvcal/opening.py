@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvcal import arch, data, mixed, models, placement, plan, sources
+from kvcal import data, mixed, models, placement, plan, probe, sources
 from kvcal import recipe as recipes
 from kvcal.errors import ModelError, PlanRefused, UsageError
 from kvcal.export import bundle, modelopt
@@ -49,6 +49,7 @@ class Request:
 
 def load(folder: Path, resolved: Plan | Trial, where: Placement, request: Request, narrator: Narrator) -> Any:
     """The model with its weights; says so where it computes in another dtype than the checkpoint's."""
+    models.require_as_announced(folder, resolved.model, request.trust)
     model = placement.load(folder, resolved.model, where, request.trust)
     computes = str(model.dtype).removeprefix("torch.")
     if computes != resolved.model.dtype:
@@ -64,7 +65,12 @@ def require_placeable(resolved: Plan, where: Placement) -> None:
     Raises:
         PlanRefused: with every reason found.
     """
-    reasons = placement.refusals(where, folds=resolved.folds, weights=resolved.recipe.weights is not None)
+    reasons = placement.refusals(
+        where,
+        folds=resolved.folds,
+        weights=resolved.recipe.weights is not None,
+        shares_caches=resolved.model.shares_caches,
+    )
     if reasons:
         raise PlanRefused(reasons)
 
@@ -122,7 +128,8 @@ def recorded_plan(folder: Path, changes: Mapping[str, Any] | None = None) -> Pla
         raise ModelError(f"{folder}: holds no kvcal records; it was not written by kvcal calibrate")
     recipe = recipes.load(str(records / "recipe.yaml")).override(changes or {})
     # Folds are in the weights already, so quantized weights are no obstacle to them any more.
-    resolved = plan.resolve(recipe, replace(arch.read(sources.read_config(folder)), quant_method=None))
+    model = models.as_stored(probe.read(sources.read_config(folder)), models.weight_map(folder))
+    resolved = plan.resolve(recipe, replace(model, quant_method=None))
     if recipe.mixed is not None:
         skipped = mixed.read_skipped(records / mixed.RECORD, resolved)
         resolved = replace(resolved, skipped_layers=skipped)

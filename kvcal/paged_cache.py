@@ -67,9 +67,7 @@ def attend(call: AttentionCall, cache: QuantizedCache, backend: Backend) -> torc
         q,
         [Segment(k, v, table)],
         lengths,
-        scaling=call.scaling,
-        window=call.window,
-        softcap=call.softcap,
+        **call.geometry,
     )
     return online.rotate_back(out) if cache.format.rotated else out
 

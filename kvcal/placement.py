@@ -69,17 +69,23 @@ def load(folder: Path, spec: ModelSpec, placement: Placement, trust: Trust) -> A
     return _spread(folder, spec, placement, trust)
 
 
-def refusals(placement: Placement, *, folds: bool, weights: bool) -> list[str]:
+def refusals(placement: Placement, *, folds: bool, weights: bool, shares_caches: bool = False) -> list[str]:
     """Why a job cannot be done so; empty if it can.
 
     Args:
         placement: of the model.
         folds: transforms are chosen and folded.
         weights: weights are quantized too.
+        shares_caches: layers of the model read what earlier ones have cached.
     """
     if placement.device_map == "one":
         return []
     found = []
+    if shares_caches and placement.device_map == "layerwise":
+        found.append(
+            "--device-map layerwise: layers of this model read K and V of earlier ones, which are gone then;"
+            " use --device-map auto"
+        )
     if folds:
         found.append(
             f"--device-map {placement.device_map}: folds are chosen and proven on weights in memory; {_ONE},"

@@ -58,7 +58,8 @@ class Plan:
     @property
     def bytes_per_token_quantized(self) -> float:
         """The same in the planned format but for skipped layers. Static scales belong to no token."""
-        return self.model.cached_elements_per_token * self._bits / 8
+        bits = bits_over(self.layers, self.format, self.skipped_layers)
+        return self.model.cached_elements_per_token * bits / 8
 
     @property
     def scale_bytes(self) -> int:
@@ -83,33 +84,46 @@ class Plan:
     @property
     def bits_per_element(self) -> float:
         """Bits per cached element at the model's full context, all scales included."""
-        elements = self.model.cached_elements_per_token * self.model.max_context
+        elements = self.model.elements_held(self.model.max_context)
         return self._bits + 8 * self.scale_bytes / elements
 
     @property
+    def bytes_at_full_context(self) -> tuple[float, float]:
+        """Bytes of one sequence as long as the model takes, in 16 bits and in the planned format.
+
+        Layers with a window hold so many tokens of it, layers that read another one's cache none.
+        """
+        elements = self.model.elements_held(self.model.max_context)
+        return elements * REFERENCE_BITS / 8, elements * self._bits / 8 + self.scale_bytes
+
+    @property
     def _bits(self) -> float:
-        return bits_over(self.layers, self.format, self.skipped_layers)
+        return bits_over(self.layers, self.format, self.skipped_layers, self.model.max_context)
 
 
-def bits_over(layers: Sequence[LayerSpec], fmt: KVFormat, skipped: Collection[int] = ()) -> float:
-    """Bits per cached element of these layers that grow with the tokens: codes, and the scales of a dynamic
-    format; 16 in a skipped layer.
+def bits_over(
+    layers: Sequence[LayerSpec], fmt: KVFormat, skipped: Collection[int] = (), context: int = 1
+) -> float:
+    """Bits per cached element of these layers in a sequence of ``context`` tokens: codes, and the scales of a
+    dynamic format; 16 in a skipped layer.
     """
-    total = sum(_layer_bits(layer, fmt, layer.index in skipped) for layer in layers)
-    return total / sum(layer.cached_elements for layer in layers)
+    total = sum(_layer_bits(layer, fmt, layer.index in skipped, context) for layer in layers)
+    return total / sum(layer.elements_held(context) for layer in layers)
 
 
-def _layer_bits(layer: LayerSpec, fmt: KVFormat, skipped: bool) -> float:
-    """Bits that one token adds to a layer."""
+def _layer_bits(layer: LayerSpec, fmt: KVFormat, skipped: bool, context: int) -> float:
+    """Bits that a layer's own cache holds of a sequence."""
     if skipped:
-        return REFERENCE_BITS * layer.cached_elements
+        return REFERENCE_BITS * layer.elements_held(context)
+    if not layer.cached_elements:
+        return 0.0
     bits = 0.0
     for side in ("k", "v"):
         size = layer.size_of(side)
         in_16_bits = fmt.latent_only and side == "v"
         each = REFERENCE_BITS if in_16_bits else fmt.bits_per_element + fmt.scale_bits / size
         bits += layer.kv_heads * size * each
-    return bits
+    return bits * layer.elements_held(context) / layer.cached_elements
 
 
 def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
@@ -140,6 +154,11 @@ def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
     if model.latent is not None and static and recipe.scale.objective != "amax":
         reasons.append(
             f"scale.objective {recipe.scale.objective} is not measured for a cached latent; use amax"
+        )
+    if static and recipe.scale.objective == "attention" and model.projections is None:
+        reasons.append(
+            f"scale.objective attention weighs V by what reads it, which for {model.model_type} is not known;"
+            " use amax"
         )
     reasons += _about_transforms(recipe, model, engine, deliver)
     if recipe.mixed is not None:
@@ -210,9 +229,14 @@ def sample_lengths(recipe: Recipe, model: ModelSpec) -> tuple[dict[str, int], tu
 def _about_mixed(mixed: Mixed, model: ModelSpec, engine: EngineSpec, fmt: KVFormat) -> list[str]:
     if not engine.skips_layers:
         return [f"mixed: {engine.name} keeps one format in all layers; leave mixed out"]
+    if model.shares_caches:
+        return [
+            "mixed: some layers of this model read another layer's cache, which cannot be in the formats of"
+            " both; leave mixed out"
+        ]
     if mixed.bits_budget is None:  # with every layer in 16 bits any KL is kept
         return []
-    fewest = bits_over(model.layers, fmt)
+    fewest = bits_over(model.layers, fmt, context=model.max_context)
     if mixed.bits_budget < fewest:
         return [
             f"mixed.bits_budget {mixed.bits_budget:g} is below the {fewest:g} bits per element of {fmt.name},"
@@ -228,7 +252,7 @@ def _about_mixed(mixed: Mixed, model: ModelSpec, engine: EngineSpec, fmt: KVForm
 
 
 def _about_transforms(recipe: Recipe, model: ModelSpec, engine: EngineSpec, deliver: Deliver) -> list[str]:
-    if deliver == "metadata":
+    if deliver == "metadata" or model.projections is None:
         return []
     why_not = exactness.table(model)
     return [

@@ -1,12 +1,25 @@
-"""From a model's name and a recipe to a plan, without loading a weight or torch."""
+"""From a model's name and a recipe to a plan, without loading a weight."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from kvcal import arch, known_shapes, plan, served_model, sources
+from kvcal.arch import ModelSpec
 from kvcal.errors import UsageError
 from kvcal.progress import Narrator
 from kvcal.recipe import Recipe
 from kvcal.served_model import ServedModel
+
+
+def spec(config: Mapping[str, Any]) -> ModelSpec:
+    """The model behind a ``config.json``; torch is needed only where its family has no row of its own."""
+    if arch.model_type_of(config) in arch.FAMILIES:
+        return arch.read(config)
+    from kvcal import probe
+
+    return probe.read(config)
 
 
 def resolve(
@@ -14,7 +27,7 @@ def resolve(
 ) -> tuple[plan.Plan, sources.Source]:
     """Find the model, read its config, cross it with recipe and engine; tell the plan's notices."""
     source = sources.locate(model, revision, weights=False, say=narrator.say)
-    resolved = plan.resolve(recipe, arch.read(source.config()))
+    resolved = plan.resolve(recipe, spec(source.config()))
     for notice in resolved.notices:
         narrator.notice(notice)
     return resolved, source
@@ -25,7 +38,7 @@ def verdicts(
 ) -> tuple[list[plan.EngineVerdict], sources.Source]:
     """What every engine would make of a recipe for this model."""
     source = sources.locate(model, revision, weights=False, say=narrator.say)
-    return plan.verdicts(recipe, arch.read(source.config())), source
+    return plan.verdicts(recipe, spec(source.config())), source
 
 
 def served_model_named(

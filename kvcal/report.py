@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -111,15 +111,17 @@ def _mixed(plan: Plan, found: Mixture | None) -> Report | None:
 
 def plan_document(plan: Plan, source_name: str) -> Report:
     """The document behind ``kvcal plan --json``."""
-    first, latent = plan.layers[0], plan.model.latent
+    latent = plan.model.latent
     return {
         "model": source_name,
         "architecture": plan.model.architecture,
         "layers": len(plan.layers),
         "sliding_layers": sum(layer.kind == "sliding" for layer in plan.layers),
-        "heads": first.heads,
-        "kv_heads": first.kv_heads,
-        "head_dim": first.head_dim,
+        "layers_with_own_cache": sum(layer.shares is None for layer in plan.layers),
+        "layers_without_attention": plan.model.layers_without_attention,
+        "heads": _one_or_all(layer.heads for layer in plan.layers),
+        "kv_heads": _one_or_all(layer.kv_heads for layer in plan.layers),
+        "head_dim": _one_or_all(layer.head_dim for layer in plan.layers),
         "latent": {"rank": latent.rank, "rotary": latent.rotary} if latent else None,
         "max_context": plan.model.max_context,
         "format": plan.format.name,
@@ -136,6 +138,12 @@ def plan_document(plan: Plan, source_name: str) -> Report:
     }
 
 
+def _one_or_all(each: Iterable[int]) -> int | list[int]:
+    """The number that all layers share, or those that there are."""
+    found = sorted(set(each))
+    return found[0] if len(found) == 1 else found
+
+
 def _size(plan: Plan) -> Report:
     return {
         "bits_per_element": plan.bits_per_element,
@@ -143,6 +151,9 @@ def _size(plan: Plan) -> Report:
             "reference": plan.bytes_per_token_reference,
             "quantized": plan.bytes_per_token_quantized,
         },
+        "bytes_at_full_context": dict(
+            zip(("reference", "quantized"), plan.bytes_at_full_context, strict=True)
+        ),
     }
 
 
@@ -160,23 +171,33 @@ def _engine(plan: Plan, broken: list[str]) -> Report:
 def print_plan(console: Console, document: Report) -> None:
     engine, per_token = document["engine"], document["bytes_per_token"]
     ratio = per_token["reference"] / per_token["quantized"]
-    sliding = f", {document['sliding_layers']} of them sliding" if document["sliding_layers"] else ""
+    at_full_context = document["bytes_at_full_context"]
+    layers, own = document["layers"], document["layers_with_own_cache"]
+    notes = [f"{document['sliding_layers']} of them sliding"] * bool(document["sliding_layers"])
+    if own < layers:
+        notes.append(f"{layers - own} read the cache of another")
+    if document["layers_without_attention"]:
+        notes.append(f"{document['layers_without_attention']} more without attention")
+    kv_heads, head_dim, heads = (_or(document[name]) for name in ("kv_heads", "head_dim", "heads"))
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     table.add_row("model", f"{document['model']} ({document['architecture']})")
-    held = f"{document['kv_heads']} KV heads of {document['head_dim']}"
+    held = f"{kv_heads} KV heads of {head_dim}"
     if document["latent"] is not None:
         held = "a latent of {rank} and a rotary key of {rotary}".format(**document["latent"])
-    table.add_row(
-        "cache", f"{document['layers']} layers{sliding}; {held} for {document['heads']} query heads"
-    )
+    table.add_row("cache", f"{', '.join([f'{layers} layers', *notes])}; {held} for {heads} query heads")
     table.add_row("format", f"{document['format']}, {document['scaling']}")
     table.add_row("delivered by", DELIVERED[document["deliver"]])
     table.add_row(
         "per token",
         f"{per_token['reference']:,.0f} bytes in 16 bits, {per_token['quantized']:,.0f} quantized"
         f" ({ratio:.2f}x less)",
+    )
+    table.add_row(
+        "per sequence",
+        f"{at_full_context['reference'] / 2**20:,.1f} MiB in 16 bits,"
+        f" {at_full_context['quantized'] / 2**20:,.1f} MiB quantized, at {document['max_context']:,} tokens",
     )
     if document["mixed"] is not None:
         table.add_row("16-bit layers", _limit(document["mixed"]))
@@ -185,6 +206,10 @@ def print_plan(console: Console, document: Report) -> None:
         exact = [name for name, why_not in document["folds"].items() if why_not is None]
         table.add_row("exact folds", ", ".join(exact))
     console.print(table, highlight=False)
+
+
+def _or(value: int | list[int]) -> str:
+    return " or ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _limit(mixed: Report) -> str:

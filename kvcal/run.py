@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from kvcal import (
-    arch,
     attention_bench,
     attention_report,
     bench,
@@ -32,6 +31,7 @@ from kvcal import (
     phase,
     plan,
     preflight,
+    probe,
     report,
     run_ranks,
     scales,
@@ -87,6 +87,8 @@ def _calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) -> 
         report.print_plan(narrator.console, plan_document)
         clock = manifest.Clock()
         source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
+        named = bundle.base_weight_map(source.folder, set())
+        resolved = replace(resolved, model=models.as_stored(resolved.model, named))
         bundle.base_weight_map(source.folder, set(naming.tensor_names(resolved)))  # refuse before the work
         if recipe.weights is not None:
             weights.refuse(source.folder, recipe.weights.scheme, resolved.model)
@@ -190,7 +192,7 @@ def _quantize_weights(
         weights.quantize(base, target, scheme, job.text, spec, trust=request.trust, say=job.narrator.notice)
     job.clock.lap("quantize weights")
     job.digest = models.digest(target)
-    quantized = arch.read(sources.read_config(target))
+    quantized = models.as_stored(probe.read(sources.read_config(target)), models.weight_map(target))
     # The KV part of the plan stays as it was; folds are in the weights already.
     job.plan = replace(job.plan, model=replace(quantized, dtype=spec.dtype))
     job.model = opening.load(target, job.plan, where, request, job.narrator)
@@ -229,7 +231,7 @@ def run_check(
     result = check_live.check_live(
         folder,
         written,
-        {layer.index: layer.module for layer in model.layers},
+        {layer.index: engines.get(engine).module_held(model, layer) for layer in model.layers},
         python,
         LIVE_PROMPTS,
         LIVE_NEW_TOKENS,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from kvcal import (
-    arch,
     comparison,
     comparison_report,
     folding,
@@ -16,6 +15,7 @@ from kvcal import (
     manifest,
     models,
     opening,
+    preflight,
     scheme,
     sources,
     trial,
@@ -45,7 +45,7 @@ def run_compare(
         wanted = {name: each for name, each in wanted.items() if each.mixed is None}
     source = sources.locate(request.model, request.revision, weights=False, say=narrator.say)
     candidates = {name: scheme.load(name) for s in wanted.values() for name in s.candidates}
-    tried = trial.resolve(recipe, arch.read(source.config()), wanted, candidates, skip=not names)
+    tried = trial.resolve(recipe, preflight.spec(source.config()), wanted, candidates, skip=not names)
     for notice in tried.notices:
         narrator.notice(notice)
     clock = manifest.Clock()

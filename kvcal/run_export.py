@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvcal import arch, check, engines, opening, plan, scales, sources
+from kvcal import check, engines, models, opening, plan, probe, scales, sources
 from kvcal.engine_spec import EngineSpec
 from kvcal.errors import CheckFailed, ModelError, PlanRefused
 from kvcal.export import bundle, modelopt, targets
@@ -125,7 +125,7 @@ def _require_same_model(was: plan.Plan, base: Path) -> None:
                 " (--deliver metadata)"
             ]
         )
-    model = arch.read(sources.read_config(base))
+    model = models.as_stored(probe.read(sources.read_config(base)), models.weight_map(base))
     if len(model.layers) != len(was.layers):
         raise PlanRefused(
             [f"{base} has {len(model.layers)} attention layers, the calibration {len(was.layers)}"]

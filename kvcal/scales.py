@@ -94,6 +94,10 @@ def compute(
             found[index]["v"] = torch.ones(1)  # of the rotary key, which stays as it is
         elif plan.model.latent is not None:
             _share(found[index])  # one vector to the kernels that read it
+    for layer in plan.layers:
+        if layer.shares is not None:  # it reads what that layer has written
+            found[layer.index]["k"] = found[layer.shares]["k"].clone()
+            found[layer.index]["v"] = found[layer.shares]["v"].clone()
     return Scales(found)
 
 

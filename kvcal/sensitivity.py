@@ -69,10 +69,14 @@ def _evenly(layers: list[int], count: int) -> list[tuple[int, ...]]:
     return [tuple(layers[a:b]) for a, b in itertools.pairwise(edges)]
 
 
-def shares(items: Sequence[Item], layers: Sequence[LayerSpec]) -> dict[Item, float]:
-    """Of all elements that the layers cache, the share of each item."""
+def shares(items: Sequence[Item], layers: Sequence[LayerSpec], context: int = 1) -> dict[Item, float]:
+    """Of all elements that the layers cache of a sequence of ``context`` tokens, the share of each item."""
     elements = {
-        (layer.index, side): layer.kv_heads * layer.size_of(side) for layer in layers for side in ("k", "v")
+        (layer.index, side): layer.elements_held(context)
+        * layer.size_of(side)
+        / (layer.size_of("k") + layer.size_of("v"))
+        for layer in layers
+        for side in ("k", "v")
     }
     total = sum(elements.values())
     return {item: sum(elements[place] for place in item.places) / total for item in items}

@@ -11,6 +11,7 @@ from kvcal import codebooks, objectives, online, rotary, windows
 from kvcal.arch import LayerSpec, ModelSpec
 from kvcal.basis import Basis, choose
 from kvcal.capture import AttentionCall, Tensors, Versions
+from kvcal.errors import ModelError
 from kvcal.kernels import codes, groups
 from kvcal.recipe import Side
 from kvcal.scales import from_amax
@@ -185,7 +186,7 @@ def fit(
     """
     stores: dict[int, dict[CacheSide, Store]] = {}
     for layer in spec.layers:
-        output, seen = readers[layer.index], statistics.layers[layer.index]
+        output, seen = readers.get(layer.index), statistics.layers[layer.index]
         stores[layer.index] = {
             side: _store(part, side, seen, output, extras, layer.index, seed)
             for side, part in scheme.sides().items()
@@ -197,7 +198,7 @@ def _store(
     scheme: SideScheme,
     side: CacheSide,
     seen: dict[Side, SideStatistics],
-    output: torch.Tensor,
+    output: torch.Tensor | None,
     extras: Extras,
     index: int,
     seed: int,
@@ -225,12 +226,17 @@ def _store(
 
 
 def static_range(
-    scheme: SideScheme, side: CacheSide, seen: dict[Side, SideStatistics], output: torch.Tensor
+    scheme: SideScheme, side: CacheSide, seen: dict[Side, SideStatistics], output: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Lower and upper end in the granularity's scale shape."""
     weight = None
     if scheme.rule.objective == "attention":
-        weight = objectives.key_weight(seen) if side == "k" else output.diagonal(dim1=-2, dim2=-1)
+        if side == "k":
+            weight = objectives.key_weight(seen)
+        else:
+            if output is None:
+                raise ModelError("what reads V is not known, so errors of V cannot be weighted")
+            weight = output.diagonal(dim1=-2, dim2=-1)
     fmt, grouping = scheme.number, scheme.grouping
     assert fmt is not None
     assert grouping is not None

@@ -39,7 +39,7 @@ class Trial:
         for index, side in places:
             layer = layers[index]
             assert side != "q"
-            size = layer.kv_heads * layer.head_dim
+            size = layer.elements_held(context)
             elements += size
             total += size * scheme.side_bits(side, layer.kv_heads, layer.head_dim, context)
         return total / elements
@@ -48,7 +48,7 @@ class Trial:
         """Bits per cached element over all layers, each with its own geometry, in ``context`` tokens."""
         weighted = [
             (
-                layer.kv_heads * layer.head_dim,
+                layer.elements_held(context),
                 scheme.bits_per_element(layer.kv_heads, layer.head_dim, context),
             )
             for layer in self.layers
@@ -113,8 +113,27 @@ def refusals(scheme: Scheme, model: ModelSpec, candidates: Mapping[str, Scheme])
         return []
     sizes = {layer.head_dim for layer in model.layers}
     found = []
+    if model.shares_caches:
+        found.append(
+            "some layers of this model read another layer's cache; compare knows one cache per layer"
+        )
+    if model.projections is None:
+        found += _of_unknown_weights(scheme, model)
     for side, part in scheme.sides().items():
         found += [f"{side}: {reason}" for size in sorted(sizes) for reason in _of_size(part, size)]
+    return found
+
+
+def _of_unknown_weights(scheme: Scheme, model: ModelSpec) -> list[str]:
+    """What cannot be done for a model of which nobody stated how its weights make Q, K and V."""
+    sides = scheme.sides()
+    found = []
+    if sides["k"].before_rope and any(layer.rope == "unknown" for layer in model.layers):
+        found.append(
+            f"how RoPE pairs the channels of {model.model_type} is not known, so it cannot be undone"
+        )
+    if sides["v"].basis == "balanced" or (sides["v"].static and sides["v"].rule.objective == "attention"):
+        found.append(f"what reads V in {model.model_type} is not known, so errors of V cannot be weighted")
     return found
 
 

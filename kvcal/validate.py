@@ -98,9 +98,8 @@ def _squared_errors(
 
     A skipped layer has no errors: its kernel reads 16 bits.
     """
-    geometry: dict[str, Any] = {"scaling": call.scaling, "window": call.window, "softcap": call.softcap}
     q, k, v = (x.float() for x in call.attended())
-    exact = reference.attention(q, k, v, **geometry)
+    exact = reference.attention(q, k, v, **call.geometry)
     given_back = cache.give_back(call.layer, call.query, call.key, call.value)
     _, k_hat, v_hat = (x.float() for x in call.attended(given_back))
     if call.layer in cache.skipped:
@@ -108,10 +107,10 @@ def _squared_errors(
     elif paged_cache.reads(call, cache):
         output = paged_cache.attend(call, cache, backend)
     else:
-        output = reference.attention(q, k_hat, v_hat, **geometry)
+        output = reference.attention(q, k_hat, v_hat, **call.geometry)
     outputs = [output]
     if cache.format.rounds_query:
-        outputs.append(exact if call.layer in cache.skipped else _in_fp8(call, cache, backend, geometry))
+        outputs.append(exact if call.layer in cache.skipped else _in_fp8(call, cache, backend))
     signal, noise = (_logit_energy(q, keys, call.window) for keys in (k, k_hat - k))
     return [
         exact.double().square().sum((0, 2, 3)),
@@ -121,13 +120,11 @@ def _squared_errors(
     ]
 
 
-def _in_fp8(
-    call: capture.AttentionCall, cache: QuantizedCache, backend: dispatch.Backend, geometry: dict[str, Any]
-) -> torch.Tensor:
+def _in_fp8(call: capture.AttentionCall, cache: QuantizedCache, backend: dispatch.Backend) -> torch.Tensor:
     """Output with Q and probabilities quantized too."""
     assert cache.scales is not None
     if call.expansion is not None:
-        return _absorbed_in_fp8(call, cache, geometry)
+        return _absorbed_in_fp8(call, cache)
     of, fmt = cache.scales.layers[call.layer], cache.format
     return backend.quantized_attention(
         call.query,
@@ -138,13 +135,11 @@ def _in_fp8(
         q_scale=of["q"],
         quantize_probabilities=True,
         fmt=fmt,
-        **geometry,
+        **call.geometry,
     )
 
 
-def _absorbed_in_fp8(
-    call: capture.AttentionCall, cache: QuantizedCache, geometry: dict[str, Any]
-) -> torch.Tensor:
+def _absorbed_in_fp8(call: capture.AttentionCall, cache: QuantizedCache) -> torch.Tensor:
     """The same where K is a cached latent with its rotary key, V the latent, and Q has absorbed the rest."""
     assert call.expansion is not None
     given_back = cache.give_back(call.layer, call.query, call.key, call.value, with_query=True)
@@ -158,7 +153,7 @@ def _absorbed_in_fp8(
         v_scale=one,
         fmt=cache.format,
         quantize_probabilities=True,
-        **geometry,
+        **call.geometry,
     )
     return call.expansion.values(over_latents)
 

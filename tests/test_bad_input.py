@@ -184,7 +184,11 @@ INDEX = "model.safetensors.index.json"
 # name -> what is done to a good model, exit code, words of the error
 MODELS: dict[str, tuple[Break, int, tuple[str, ...]]] = {
     "no attention layers": (config(model_type="mamba"), PLAN, ("mamba", "no attention layer")),
-    "unknown family": (config(model_type="nonsense"), PLAN, ("'nonsense'", "handled: ", "llama")),
+    "unknown family": (
+        config(model_type="nonsense"),
+        PLAN,
+        ("'nonsense'", "the families that it knows", "llama"),
+    ),
     "head size": (config(head_dim=20), PLAN, ("head size 20", "multiple of 16", "16-bit cache")),
     "quantized base": (config(quantization_config={"quant_method": "gptq"}), PLAN, ("gptq", "unquantized")),
     "shard missing": (shard(removed(SHARD_2)), INPUT, (SHARD_2, "missing", "download")),
@@ -224,7 +228,11 @@ MODELS: dict[str, tuple[Break, int, tuple[str, ...]]] = {
     ),
     "norm missing": (without("model.norm.weight"), INPUT, ("model.norm.weight is missing",)),
     "lm_head missing": (without("lm_head.weight"), INPUT, ("lm_head.weight is missing",)),
-    "one layer too few": (config(num_hidden_layers=4), INPUT, ("layer 3", "is missing", "8 more")),
+    "one layer too few": (
+        config(num_hidden_layers=4),
+        INPUT,
+        ("layer 3", "no weights under model.layers.3", "another model"),
+    ),
     "one layer too many": (config(num_hidden_layers=2), INPUT, ("layer 2", "no place", "another model?")),
     "bias without a place": (
         weights(lambda t: t.update({K1.replace("weight", "bias"): torch.zeros(32)})),
@@ -241,8 +249,8 @@ MODELS: dict[str, tuple[Break, int, tuple[str, ...]]] = {
     "heads as text": (config(num_attention_heads="6"), INPUT, ("num_attention_heads", "'6'")),
     "no architecture": (config(architectures=None), INPUT, ("architectures", "LlamaForCausalLM")),
     "layer_types": (config(layer_types=["full_attention"]), INPUT, ("layer_types", "3 layers")),
-    "rope kind": (config(rope_parameters={"rope_type": "nonsense"}), INPUT, ("cannot be loaded", "nonsense")),
-    "activation": (config(hidden_act="nonsense"), INPUT, ("cannot be loaded", "nonsense")),
+    "rope kind": (config(rope_parameters={"rope_type": "nonsense"}), INPUT, ("cannot build", "nonsense")),
+    "activation": (config(hidden_act="nonsense"), INPUT, ("cannot build", "nonsense")),
     "epsilon": (config(rms_norm_eps="x"), INPUT, ("config.json", "rms_norm_eps")),
     "padding id": (config(pad_token_id=999), INPUT, ("cannot be loaded", "adding_idx")),
     "tokenizer missing": (

@@ -15,11 +15,7 @@ IDS = torch.arange(2 * 37).reshape(2, 37) % 250
 
 
 def load(family: str) -> torch.nn.Module:
-    model = tiny.build_model(family)
-    # As kvcal.models does: scaled dot-product attention would drop a softcap.
-    implementation = "eager" if getattr(model.config, "attn_logit_softcapping", None) else "sdpa"
-    model.config._attn_implementation = implementation
-    return model
+    return tiny.build_model(family)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -28,14 +24,18 @@ def test_sees_the_tensors_that_the_cache_stores(family: str) -> None:
     seen: dict[int, capture.AttentionCall] = {}
     with torch.inference_mode(), capture.intercept(model, lambda call: seen.update({call.layer: call})):
         model(IDS)
-    cache = DynamicCache()  # without a config it keeps every token of sliding layers too
+    # Without a config it keeps every token of sliding layers too, but knows no other layers than attention.
+    cache = DynamicCache(config=model.config) if family == "qwen3_next" else DynamicCache()
     with torch.inference_mode():
         model(IDS, past_key_values=cache, use_cache=True)
-    assert sorted(seen) == list(range(model.config.num_hidden_layers))
+    others = [
+        i for i, kind in enumerate(getattr(model.config, "layer_types", None) or ()) if "linear" in kind
+    ]
+    assert sorted([*seen, *others]) == list(range(model.config.num_hidden_layers))
     for index, call in seen.items():
         assert torch.equal(call.key, cache.layers[index].keys)
         assert torch.equal(call.value, cache.layers[index].values)
-        assert call.query.shape == (2, model.config.num_attention_heads, 37, model.config.head_dim)
+        assert call.query.shape == (2, model.config.num_attention_heads, 37, 16)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

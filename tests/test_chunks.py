@@ -13,6 +13,7 @@ import torch
 from kvcal import calibrate, evaluate, forward, scales
 from kvcal.cache import QuantizedCache
 from kvcal.calibrate import View
+from kvcal.errors import ModelError
 from kvcal.evaluate import Variant
 from kvcal.formats import FP8_E4M3, INT8_PER_TOKEN_HEAD, KVFormat
 from kvcal.recipe import SIDES
@@ -92,6 +93,13 @@ def test_no_layer_sees_more_queries_than_a_chunk_has() -> None:
             for step in forward.steps(model, part):
                 step.run()
     assert [shape[1] for shape in seen] == [n for n in (17, 17, 17, 10) for _ in range(3)]
+
+
+def test_states_of_linear_layers_are_not_known_layer_by_layer_in_chunks(tmp_path: Path) -> None:
+    _, streamed, spec = both(tiny.save(tmp_path / "model", "qwen3_next"))
+    tokens = replace(token_set(LENGTHS), chunk=CHUNK)
+    with pytest.raises(ModelError, match="layer 1 keeps a state instead of K and V"):
+        calibrate.views(streamed, spec.layers, 3, tokens, (View(),))
 
 
 @pytest.mark.parametrize("family", SEVERAL)

@@ -377,3 +377,14 @@ def test_the_mask_goes_to_the_model_only_where_there_is_padding() -> None:
     cpu = torch.device("cpu")
     assert padded.inputs(cpu).keys() == {"input_ids", "attention_mask", "position_ids"}
     assert full.inputs(cpu).keys() == {"input_ids"}
+
+
+def test_images_are_refused_and_not_left_out(tmp_path: Path) -> None:
+    seen = [{"type": "image", "url": "cat.png"}, {"type": "text", "text": "what is it?"}]
+    path = write_rows(tmp_path / "rows.jsonl", [[{"role": "user", "content": seen}]] * 6)
+    with pytest.raises(DataError, match=r"a chat has a part of type 'image'; kvcal calibrates on text alone"):
+        data.load(Text(dataset=str(path)), tiny.build_tokenizer(), "calibration", 32, 0)
+    path = tmp_path / "columns.jsonl"
+    path.write_text("".join(json.dumps({"text": "a cat", "image": f"{i}.png"}) + "\n" for i in range(6)))
+    with pytest.raises(DataError, match="has images in column 'image'"):
+        data.load(Text(dataset=str(path)), tiny.build_tokenizer(), "calibration", 32, 0)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -257,3 +258,52 @@ def test_every_row_speaks_of_formats_and_granularities_that_exist(engine: Engine
     assert engine.source
     assert engine.title
     assert engines.get(engine.name) is engine
+
+
+def probed(model_type: str) -> ModelSpec:
+    """A model that kvcal knows by its code alone."""
+    return dataclasses.replace(arch.read(CONFIG), model_type=model_type, projections=None)
+
+
+def test_folds_are_refused_where_weights_are_not_known() -> None:
+    for engine in engines.ENGINES:
+        for fmt in map(formats.get, engine.cache_dtype):
+            verdict = engine.verdict(probed("olmoe"), fmt, None, "fold")
+            assert verdict.outcome in ("refused", "ignored")
+            assert "--deliver fold" not in str(verdict.alternative)
+
+
+def test_names_beside_projections_need_projections_that_are_known() -> None:
+    reasons = engines.get("vllm-modelopt").refusals(
+        probed("olmoe"), FP8, granularity.get("per_tensor"), "metadata"
+    )
+    assert any("are not known to be there" in reason for reason in reasons)
+
+
+def test_a_model_whose_loader_fails_is_refused_by_vllm() -> None:
+    verdict = engines.get("vllm").verdict(probed("jamba"), FP8, granularity.get("per_tensor"), "metadata")
+    assert verdict.outcome == "ignored"
+    assert "jamba: fails with ValueError" in verdict.reasons[0]
+
+
+def test_vllm_finds_scales_of_a_module_that_is_called_as_its_own() -> None:
+    gpt2 = {
+        "model_type": "gpt2",
+        "n_embd": 96,
+        "n_layer": 2,
+        "n_head": 6,
+        "architectures": ["GPT2LMHeadModel"],
+    }
+    layer = arch.read(gpt2).layers[1]
+    assert engines.get("vllm").scale_name(layer, "k") == "transformer.h.1.attn.attn.k_scale"
+    assert engines.get("tgi").scale_name(layer, "k") == "transformer.h.1.attn.k_scale"
+    stored = dataclasses.replace(layer, stored="h.1.attn")
+    assert engines.get("vllm").scale_name(stored, "q") == "h.1.attn.attn.q_scale"
+
+
+def test_vllm_is_asked_for_modules_by_its_own_names() -> None:
+    gpt_oss = arch.read(CONFIG | {"model_type": "gpt_oss"})
+    assert engines.get("vllm").module_held(gpt_oss, gpt_oss.layers[1]) == "model.layers.1.attn"
+    assert engines.get("vllm").scale_name(gpt_oss.layers[1], "k") == "model.layers.1.self_attn.k_scale"
+    llama = arch.read(CONFIG)
+    assert engines.get("vllm").module_held(llama, llama.layers[0]) == llama.layers[0].module

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
-from kvcal import arch, formats, known_shapes, layer_cache
+from kvcal import arch, formats, known_shapes, layer_cache, probe
 from kvcal.errors import ModelError, PlanRefused, UsageError
 from kvcal.layer_cache import LayerCache
 from tests import tiny
@@ -61,7 +61,20 @@ def test_scales_are_counted(name: str, width: int, size: int) -> None:
     assert layer_cache.bytes_per_vector(formats.get(name), width) == size
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_what_is_not_counted_is_refused() -> None:
+    changes = {"model_type": "qwen3_next", "architectures": ["Q"]}
+    with pytest.raises(PlanRefused, match="the state that 1 layers without attention keep"):
+        layer_cache.read(tiny.fields("qwen3_next") | changes)
+    shared = probe.read(
+        CONFIG_MAPPING["gemma3n_text"](**tiny.fields("gemma3n_text")).to_dict()
+        | changes
+        | {"model_type": "gemma3n_text"}
+    )
+    with pytest.raises(PlanRefused, match="layer 2 reads the cache of layer 0"):
+        layer_cache.of_model(shared)
+
+
+@pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family != "qwen3_next"])
 def test_every_family_keeps_what_its_spec_announces(family: str) -> None:
     config = CONFIG_MAPPING[family](**tiny.fields(family)).to_dict() | {"model_type": family}
     config["architectures"] = ["ForCausalLM"]

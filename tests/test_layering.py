@@ -71,6 +71,7 @@ RANKS: dict[str, float] = {
     "memory": 6.8,
     "resume": 6.8,
     "distributed": 6.9,
+    "probe": 6.2,
     "calibrate": 7,
     "weights": 7.5,
     "objectives": 7.8,

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
+
+from kvcal import probe
+from kvcal.arch import ModelSpec
 
 # Sizes that no two quantities share, so that a swapped dimension cannot pass unseen.
 _COMMON = {
@@ -66,6 +69,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "gpt2": {},
+    "opt": {"ffn_dim": 64},
+    "falcon": {},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "qwen3_next": _MOE
+    | {
+        "shared_expert_intermediate_size": 32,
+        "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        "partial_rotary_factor": 0.5,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
 }
 
 # Multi-head latent attention: one latent and one rotary key per token, whatever the number of heads.
@@ -91,16 +114,102 @@ LATENT_FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+_TEXT = _COMMON | {"sliding_window": 24}
+_SIGHT = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_MAMBA = {"mamba_n_heads": 12, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+
+# Families without a row in kvcal's table: kvcal looks at what their code does.
+WITHOUT_ROW: dict[str, dict[str, Any]] = {
+    "olmoe": _COMMON | {"num_experts": 4, "num_experts_per_tok": 2},
+    "lfm2": _COMMON | {"layer_types": ["full_attention", "conv", "full_attention"]},
+    "granitemoehybrid": _COMMON
+    | _MAMBA
+    | {
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
+        "position_embedding_type": "rope",
+    },
+    # Its last two layers read the caches of the first two.
+    "gemma3n_text": _TEXT
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": _ALTERNATING,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 263,
+        "altup_num_inputs": 2,
+        "laurel_rank": 8,
+        "intermediate_size": [64] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    # Its heads are larger in full layers.
+    "gemma4_text": _TEXT
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": _ALTERNATING,
+        "num_kv_shared_layers": 1,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 263,
+    },
+    "gemma3": {
+        "text_config": _TEXT | {"layer_types": [*_ALTERNATING[:2], "sliding_attention"]},
+        "vision_config": _SIGHT,
+        "mm_tokens_per_image": 4,
+        "image_token_index": 260,
+    },
+    "llava": {
+        "text_config": {"model_type": "llama", **_COMMON},
+        "vision_config": {"model_type": "clip_vision_model", **_SIGHT},
+        "image_token_index": 260,
+    },
+    "qwen2_5_vl": {
+        "text_config": _COMMON
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "depth": 1,
+            "num_heads": 2,
+            "out_hidden_size": 96,
+            "fullatt_block_indexes": [0],
+        },
+        "image_token_id": 260,
+        "video_token_id": 261,
+    },
+}
+
+# Fields that the family's config does not have; some computes them, and cannot be told.
+_NO_SUCH_FIELD = dict.fromkeys(("gpt2", "opt", "falcon"), ("head_dim", "num_key_value_heads"))
+
+
 def fields(family: str, **changes: Any) -> dict[str, Any]:
     """What the ``config.json`` of a tiny model says, as somebody would write it by hand."""
-    return _COMMON | (FAMILIES | LATENT_FAMILIES)[family] | changes
+    if family in WITHOUT_ROW:
+        return WITHOUT_ROW[family] | changes
+    found = _COMMON | (FAMILIES | LATENT_FAMILIES)[family] | changes
+    return {key: value for key, value in found.items() if key not in _NO_SUCH_FIELD.get(family, ())}
 
 
 def build_model(family: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
     """A model with weights large enough that K, V and Q are far from zero and attention is not flat."""
     config = CONFIG_MAPPING[family](**fields(family, **changes))
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # As kvcal.models does: scaled dot-product attention would drop softcaps and sinks.
+    eager = "attn_logit_softcapping" in FAMILIES.get(family, ()) or family == "gpt_oss"
+    model = probe.auto_class(config).from_config(
+        config, dtype=torch.float32, attn_implementation="eager" if eager else "sdpa"
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
@@ -108,6 +217,11 @@ def build_model(family: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
             elif parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
     return model.eval()
+
+
+def spec_of(model: Any) -> ModelSpec:
+    """What kvcal reads off a model's config."""
+    return probe.read(model.config.to_dict() | {"architectures": [type(model).__name__]})
 
 
 def in_fp8(folder: Path) -> Path:

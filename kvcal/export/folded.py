@@ -192,7 +192,8 @@ def _folds(model: ModelSpec, transforms: Transforms) -> dict[str, weights.Fold]:
     found: dict[str, weights.Fold] = {}
     for layer in model.layers:
         if layer.index in transforms.layers:
-            found |= weights.folds(model, layer, transforms.layers[layer.index])
+            folds = weights.folds(model, layer, transforms.layers[layer.index])
+            found |= {layer.in_checkpoint + n.removeprefix(layer.module): fold for n, fold in folds.items()}
     return found
 
 

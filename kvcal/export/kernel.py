@@ -82,7 +82,7 @@ def _document(layer: LayerSpec, plan: Plan) -> dict[str, Any]:
             "rotary": layer.latent.rotary,
             "rounds_query": "q" in plan.scaled_sides,
         }
-    return {"module": layer.module, "heads": layer.heads} | sizes
+    return {"module": layer.in_checkpoint, "heads": layer.heads} | sizes
 
 
 def _vectors(layer: dict[str, Any]) -> dict[str, tuple[Side, int]]:

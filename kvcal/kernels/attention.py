@@ -37,6 +37,7 @@ def quantized_attention(
     q_scale: torch.Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     quantize_probabilities: bool = False,
 ) -> torch.Tensor:
     """Causal attention over a quantized cache, accumulated in float32. Any strides.
@@ -53,6 +54,7 @@ def quantized_attention(
         scaling: softmax scale, usually ``head_dim ** -0.5``.
         window: visible keys per query, its own included.
         softcap: bound of the logits.
+        sinks: logits of no key, ``(heads,)``.
         quantize_probabilities: round ``256 * exp(s - max)`` to ``fmt`` before it meets V, as
             FlashAttention-3 does; the denominator keeps full precision.
 
@@ -64,6 +66,8 @@ def quantized_attention(
         raise ValueError(f"window is {window}; a query sees at least its own key")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap is {softcap}; give a positive bound or None")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"sinks have shape {tuple(sinks.shape)}; each of {q.shape[1]} query heads has one")
     batch, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1:3]
     group = heads // kv_heads
@@ -76,6 +80,8 @@ def quantized_attention(
         q = quantize(q, q_scale, fmt).view(torch.uint8)
     logit_scale = logit_scale.float()
     value_scale = scale_per_head(v_scale, kv_heads, "v_scale")
+    no_sinks = sinks is None
+    sinks = logit_scale if sinks is None else sinks.float().contiguous()  # never read where there are none
     k, v = k.view(torch.uint8), v.view(torch.uint8)
 
     out = torch.empty((batch, heads, queries, head_dim), dtype=torch.float32, device=q.device)
@@ -89,6 +95,7 @@ def quantized_attention(
                 out,
                 logit_scale,
                 value_scale,
+                sinks,
                 *q.stride(),
                 *k.stride(),
                 *v.stride(),
@@ -104,6 +111,7 @@ def quantized_attention(
                 BLOCK_K=_BLOCK_K,
                 QUANTIZED_Q=q_scale is not None,
                 SOFTCAPPED=softcap is not None,
+                SINKS=not no_sinks,
                 QUANTIZED_P=quantize_probabilities,
             )
     return out
@@ -138,6 +146,7 @@ def _attention(
     out_ptr: tl.tensor,
     logit_scale_ptr: tl.tensor,
     value_scale_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     q_batch: tl.tensor,
     q_head: tl.tensor,
     q_token: tl.tensor,
@@ -162,6 +171,7 @@ def _attention(
     BLOCK_K: tl.constexpr,
     QUANTIZED_Q: tl.constexpr,
     SOFTCAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     QUANTIZED_P: tl.constexpr,
 ) -> None:
     # int64: a stride times a token index passes 2**31 in long caches.
@@ -186,14 +196,16 @@ def _attention(
     start = tl.maximum(first_position - window + 1, 0) // BLOCK_K * BLOCK_K
     stop = tl.minimum(first_position + BLOCK_Q, keys)
 
-    row_max = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    # A sink is a logit like any other until it meets V, where it has no row.
+    sink = tl.load(sinks_ptr + head) if SINKS else float("-inf")
+    row_max = tl.full((BLOCK_Q,), sink, tl.float32)
     for first_key in range(start, stop, BLOCK_K):
         key = first_key + tl.arange(0, BLOCK_K)
         k = _load(k_ptr, key, dim, k_token, k_dim, keys, in_head)
         logits = _logits(q, k, key, position, window, logit_scale, softcap, SOFTCAPPED)
         row_max = tl.maximum(row_max, tl.max(logits, 1))
 
-    total = tl.zeros((BLOCK_Q,), tl.float32)
+    total = tl.exp(sink - row_max) if SINKS else tl.zeros((BLOCK_Q,), tl.float32)
     accumulator = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     for first_key in range(start, stop, BLOCK_K):
         key = first_key + tl.arange(0, BLOCK_K)

@@ -111,14 +111,16 @@ def attention(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention in the dtype of ``q``, without any quantization.
 
     ``window`` keys are visible to a query, its own included; ``softcap`` bounds logits by
-    ``softcap * tanh(logits / softcap)``.
+    ``softcap * tanh(logits / softcap)``. ``sinks`` ``(heads,)`` are logits beside those of the keys that lead
+    to no value, so that what a query gives to keys sums up to less than 1.
     """
     seen = visible(q.shape[2], k.shape[2], window, q.device)
-    weights, total = _weights(q, k, scaling, seen, softcap)
+    weights, total = _weights(q, k, scaling, seen, softcap, sinks)
     return _weighted_values(weights, v) / total
 
 
@@ -131,6 +133,7 @@ def attention_over_versions(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention where each query finds one of several versions of a token.
 
@@ -140,7 +143,7 @@ def attention_over_versions(
     tokens = q.shape[2]
     causal = visible(tokens, tokens, window, q.device)
     mask = torch.cat([causal & each for each in seen], -1)
-    weights, total = _weights(q, torch.cat(keys, 2), scaling, mask, softcap)
+    weights, total = _weights(q, torch.cat(keys, 2), scaling, mask, softcap, sinks)
     return _weighted_values(weights, torch.cat(values, 2)) / total
 
 
@@ -156,6 +159,7 @@ def quantized_attention(
     q_scale: torch.Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     quantize_probabilities: bool = False,
 ) -> torch.Tensor:
     """Causal attention over a quantized cache, accumulated in float32.
@@ -171,6 +175,7 @@ def quantized_attention(
         scaling: softmax scale, usually ``head_dim ** -0.5``.
         window: visible keys per query, its own included.
         softcap: bound of the logits.
+        sinks: logits of no key, ``(heads,)``.
         quantize_probabilities: round ``256 * exp(s - max)`` to ``fmt`` before it meets V, as
             FlashAttention-3 does; the denominator keeps full precision.
 
@@ -179,7 +184,7 @@ def quantized_attention(
     """
     queries = q.float() if q_scale is None else dequantize(quantize(q, q_scale, fmt), q_scale)
     seen = visible(q.shape[2], k.shape[2], window, q.device)
-    weights, total = _weights(queries, dequantize(k, k_scale), scaling, seen, softcap)
+    weights, total = _weights(queries, dequantize(k, k_scale), scaling, seen, softcap, sinks)
     if quantize_probabilities:
         lifted = (weights * PROBABILITY_LIFT).to(getattr(torch, fmt.storage_dtype))
         weights = lifted.float() / PROBABILITY_LIFT
@@ -199,9 +204,14 @@ def _over_heads(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(
-    q: torch.Tensor, k: torch.Tensor, scaling: float, seen: torch.Tensor, softcap: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scaling: float,
+    seen: torch.Tensor,
+    softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``exp(s - max)`` as ``(batch, kv_heads, group, queries, keys)`` and its sum over keys."""
+    """``exp(s - max)`` as ``(batch, kv_heads, group, queries, keys)`` and its sum over keys and the sink."""
     batch, heads, queries, head_dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, queries, head_dim)
@@ -209,8 +219,15 @@ def _weights(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.masked_fill(~seen, float("-inf"))
-    weights = torch.exp(logits - logits.amax(-1, keepdim=True))
-    return weights, weights.sum(-1, keepdim=True).flatten(1, 2)
+    largest = logits.amax(-1, keepdim=True)
+    if sinks is None:
+        weights = torch.exp(logits - largest)
+        return weights, weights.sum(-1, keepdim=True).flatten(1, 2)
+    sink = sinks.to(logits).view(1, kv_heads, -1, 1, 1)
+    largest = torch.maximum(largest, sink)
+    weights = torch.exp(logits - largest)
+    total = weights.sum(-1, keepdim=True) + torch.exp(sink - largest)
+    return weights, total.flatten(1, 2)
 
 
 def _weighted_values(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ def foldable(statistics: Statistics, model: ModelSpec, weights: Any) -> Transfor
     """The part of the mean that biases of this model can carry; ``weights`` is the model."""
     found = {}
     for layer in model.layers:
+        assert model.projections is not None
         projection = weights.get_submodule(f"{layer.module}.{model.projections.k}")
         free = list(exactness.free_channels(layer))
         if projection.bias is None or not free:

@@ -95,7 +95,10 @@ def _cost(call: capture.AttentionCall) -> torch.Tensor:
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
     hidden = ~reference.visible(tokens, tokens, call.window, q.device)
-    p = logits.masked_fill(hidden, float("-inf")).softmax(-1)
+    logits = logits.masked_fill(hidden, float("-inf"))
+    if call.sinks is not None:
+        logits = torch.cat([logits, call.sinks.float().view(-1, 1, 1).expand(-1, tokens, 1)], -1)
+    p = logits.softmax(-1)[..., :tokens]
     moved = torch.cdist(torch.matmul(p, v), v).square()  # ‖v_m - o_i‖²
     cost = torch.einsum("him,hi->hm", p.square() * moved, q.square().sum(-1))
     return cost.view(-1, group, tokens).sum(1)

@@ -2,8 +2,8 @@
 
 Nothing nonlinear stands between V and the output projection, so for any invertible ``N`` the cache may hold
 ``v' = N v`` (``W_v <- N W_v``, ``b_v <- N b_v``) while the output projection reads ``W_o N^-1``: exact for
-every RoPE, QK-norm, window, softcap and sink. (An output gate between the two would not commute; no family
-with one is handled.)
+every RoPE, QK-norm, window, softcap and sink. An output gate between the two commutes with a number per
+head alone, that is with ``scale``.
 
 ``scale``: a power of two per head, so that FP8 at scale 1.0 neither saturates nor underflows.
 

@@ -10,8 +10,8 @@ that read it::
 
 Where a QK-norm stands between projection and RoPE it would undo a scale of its input, so ``s`` goes into its
 gains instead: ``g_k <- T (g_k / s)``, ``g_q <- T (g_q * s)`` with a diagonal ``T``, of ``1 + w`` where the
-class multiplies by that. What is done to a cached latent stands in ``latent_scale``. All arithmetic is
-float64, rounded once to the tensor's own dtype.
+class multiplies by that. Weights that are kept ``(in, out)`` are turned around first. What is done to a
+cached latent stands in ``latent_scale``. All arithmetic is float64, rounded once to the tensor's own dtype.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ def folds(model: ModelSpec, layer: LayerSpec, transform: LayerTransform) -> dict
         return {} if transform.latent_scale is None else _latent_folds(layer, transform.latent_scale)
     changes = _Changes(model, layer, transform)
     names = model.projections
+    if names is None:
+        raise ModelError(f"which weights of {model.model_type} make Q, K and V is not known")
+    turned = _transposed if names.transposed else _as_kept
     found: dict[str, Fold] = {}
     if changes.touch_projections:
         for module in dict.fromkeys((names.q, names.k, names.v)):
             sides = [s for s in ("q", "k", "v") if getattr(names, s) == module and changes.touches(s)]
             if sides:
-                found[f"{layer.module}.{module}.weight"] = changes.rows_of(sides, bias=False)
+                found[f"{layer.module}.{module}.weight"] = turned(changes.rows_of(sides, bias=False))
                 found[f"{layer.module}.{module}.bias"] = changes.rows_of(sides, bias=True)
     if transform.value_map is not None:
-        found[f"{layer.module}.{names.o}.weight"] = changes.columns
+        found[f"{layer.module}.{names.o}.weight"] = turned(changes.columns)
     if changes.multiplies and model.qk_norm != "none":
         found[f"{layer.module}.{model.k_norm}.weight"] = changes.gains("k")
         found[f"{layer.module}.{model.q_norm}.weight"] = changes.gains("q")
@@ -79,6 +82,14 @@ def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return (tensor.double() * factor).to(tensor.dtype)
 
 
+def _as_kept(fold: Fold) -> Fold:
+    return fold
+
+
+def _transposed(fold: Fold) -> Fold:
+    return lambda tensor: fold(tensor.T).T.contiguous()
+
+
 class _Changes:
     def __init__(self, model: ModelSpec, layer: LayerSpec, transform: LayerTransform):
         self._model, self._layer, self._transform = model, layer, transform
@@ -106,7 +117,10 @@ class _Changes:
             work = tensor.double().reshape(tensor.shape[0], -1).clone()
             for side, rows in self._heads(work).items():
                 if side in sides:
-                    self._change(side, rows, bias)
+                    heads = rows.flatten(0, -3)  # a copy where query heads lie in groups
+                    self._change(side, heads, bias)
+                    if heads.data_ptr() != rows.data_ptr():
+                        rows.copy_(heads.view_as(rows))
             return work.reshape(tensor.shape).to(tensor.dtype)
 
         return fold
@@ -188,12 +202,14 @@ class _Changes:
         return self._transform.value_map.to(like.device, torch.float64)
 
     def _heads(self, work: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views ``(heads, head_dim, in)`` of the rows of each side that lies in the tensor."""
-        layer, fused = self._layer, self._model.projections.fused
+        """Views ``([KV heads,] heads, head_dim, in)`` of the rows of each side that lies in the tensor."""
+        names = self._model.projections
+        assert names is not None
+        layer, fused = self._layer, names.fused
         counts = {side: layer.heads_of(side) for side in ("q", "k", "v")}
-        if fused == "heads":
-            split = work.view(layer.heads, 3, layer.head_dim, -1)
-            return {side: split[:, i] for i, side in enumerate(counts)}
+        if fused == "groups":
+            split = work.view(layer.kv_heads, layer.heads // layer.kv_heads + 2, layer.head_dim, -1)
+            return {"q": split[:, :-2], "k": split[:, -2], "v": split[:, -1]}
         if fused == "blocks":
             sizes = [count * layer.head_dim for count in counts.values()]
             blocks = torch.split(work, sizes)

@@ -159,7 +159,9 @@ class Case:
         }
 
 
-def in_float64(q, k, v, k_scale, v_scale, fmt, scaling, quantize_probabilities, q_scale, window=0, softcap=0):
+def in_float64(
+    q, k, v, k_scale, v_scale, fmt, scaling, quantize_probabilities, q_scale, window=0, softcap=0, sinks=None
+):
     """The definition in float64, one query head at a time."""
     k, v = (codes.double() * scale.double() for codes, scale in ((k, k_scale), (v, v_scale)))
     if q_scale is not None:
@@ -174,8 +176,10 @@ def in_float64(q, k, v, k_scale, v_scale, fmt, scaling, quantize_probabilities, 
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         logits[:, hidden] = -torch.inf
-        p = torch.exp(logits - logits.amax(-1, keepdim=True))
-        total = p.sum(-1, keepdim=True)
+        sink = torch.tensor(-torch.inf) if sinks is None else sinks[head].double()
+        largest = torch.maximum(logits.amax(-1, keepdim=True), sink)
+        p = torch.exp(logits - largest)
+        total = p.sum(-1, keepdim=True) + torch.exp(sink - largest)
         if quantize_probabilities:
             p = (p * 256).float().to(torch.float8_e4m3fn).double() / 256
         out[:, head] = p @ v[:, head // group] / total
@@ -254,6 +258,16 @@ class TestAttention:
             inputs[name] = amid_nan(inputs[name], layout)
             assert not inputs[name].is_contiguous()
         assert_parity(inputs)
+
+    @pytest.mark.parametrize("probabilities", [False, True])
+    def test_sinks(self, probabilities, device):
+        """Far below the logits, among them and far above."""
+        case = Case(kv_heads=2, group=3, queries=33, keys=63, options=WINDOW, probabilities=probabilities)
+        sinks = torch.tensor([-90.0, -1.0, 0.0, 2.5, 9.0, 40.0], device=device)
+        inputs = case.inputs(device)
+        assert_parity(inputs | {"sinks": sinks})
+        with pytest.raises(ValueError, match="each of 6 query heads has one"):
+            attention.quantized_attention(**inputs, sinks=sinks[:2])
 
     def test_scales_amid_nan(self, device):
         inputs = Case(kv_heads=2, group=2, quantized_q=True).inputs(device)

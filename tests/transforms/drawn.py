@@ -48,9 +48,12 @@ def key_turn(layer: LayerSpec, spec: ModelSpec, seed: int) -> torch.Tensor:
     return turn
 
 
-def value_map(layer: LayerSpec, seed: int) -> torch.Tensor:
-    """Dense and well conditioned, different for every head."""
+def value_map(layer: LayerSpec, seed: int, *, dense: bool = True) -> torch.Tensor:
+    """Well conditioned and different for every head; a number per head if not dense."""
     generator = torch.Generator().manual_seed(seed)
+    if not dense:
+        factor = torch.rand(layer.kv_heads, 1, 1, generator=generator, dtype=torch.float64) + 0.5
+        return factor * torch.eye(layer.head_dim, dtype=torch.float64)
     shape = (layer.kv_heads, layer.head_dim, layer.head_dim)
     noise = torch.randn(shape, generator=generator, dtype=torch.float64) / layer.head_dim**0.5
     return noise + 2 * torch.eye(layer.head_dim, dtype=torch.float64)
@@ -62,7 +65,8 @@ def everything(spec: ModelSpec, seed: int = 0) -> Transforms:
             layer.index: LayerTransform(
                 key_scale=key_scale(layer, spec, seed + layer.index),
                 key_turn=key_turn(layer, spec, seed + layer.index),
-                value_map=value_map(layer, seed + layer.index),
+                # A gate per channel leaves no room for more than a number per head.
+                value_map=value_map(layer, seed + layer.index, dense=not spec.output_gate),
             )
             for layer in spec.layers
         }

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvcal import exactness
+from kvcal import exactness, probe
 from kvcal.arch import ModelSpec
 from kvcal.errors import ModelError
+from kvcal.kernels import reference
 from kvcal.transforms import proof
 from kvcal.transforms.record import LayerTransform, Transforms
 from tests import tiny
@@ -25,6 +26,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "one KV head": ("llama", {"num_key_value_heads": 1}),
     "no GQA": ("llama", {"num_key_value_heads": 6}),
     "head size 24": ("llama", {"head_dim": 24}),
+    "falcon with KV heads": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon of one head per query head": ("falcon", {"multi_query": False}),
+    "opt without biases": ("opt", {"enable_bias": False}),
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -48,7 +52,7 @@ def only(transforms: Transforms, step: str) -> Transforms:
 def test_folds_are_exact_in_float64(variant: str, step: str) -> None:
     model, spec = built(variant)
     errors = proof.block_errors(model, spec, only(drawn.everything(spec), step))
-    assert errors.keys() == {0, 1, 2}
+    assert errors.keys() == {layer.index for layer in spec.layers}
     assert max(errors.values()) < proof.TOLERANCE
     proof.require_exact(errors)
 
@@ -154,3 +158,32 @@ def test_powers_of_two_and_turns_leave_every_logit_bit_for_bit(variant: str) -> 
         with proof.FoldedWeights(model, spec, scales)():
             folded = model(ids).logits
     assert torch.equal(plain, folded)
+
+
+def test_a_map_of_channels_does_not_pass_an_output_gate() -> None:
+    model, spec = built("qwen3_next")
+    assert all(
+        "a gate per channel" in str(exactness.table(spec)[f"value_{name}"])
+        for name in ("hadamard", "balanced")
+    )
+    dense = {layer.index: LayerTransform(value_map=drawn.value_map(layer, 0)) for layer in spec.layers}
+    assert min(proof.block_errors(model, spec, Transforms(dense)).values()) > 1e-3
+
+
+def test_an_offset_of_keys_is_seen_by_learned_sinks() -> None:
+    model, spec = built("gpt_oss")
+    assert "learned sinks" in str(exactness.table(spec)["key_offset"])
+    layer = spec.layers[0]
+    q, k, v = (torch.randn(1, n, 9, layer.head_dim) for n in (layer.heads, layer.kv_heads, layer.kv_heads))
+    sinks = model.get_submodule(layer.module).sinks.detach()
+
+    def attend(keys: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        return reference.attention(q, keys, v, scaling=0.25, sinks=sinks)
+
+    torch.testing.assert_close(attend(k - 3.0, None), attend(k, None), rtol=1e-4, atol=1e-4)
+    assert float((attend(k - 3.0, sinks) - attend(k, sinks)).norm() / attend(k, sinks).norm()) > 0.05
+
+
+def test_nothing_folds_where_nobody_knows_what_the_weights_are() -> None:
+    spec = probe.read(tiny.fields("olmoe") | {"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]})
+    assert set(exactness.table(spec).values()) == {"which weights of olmoe make Q, K and V is not known"}

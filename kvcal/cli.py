@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from kvcal import __version__, cli_bench, cli_diff, cli_plan, cli_recipes, launch, terminal
+from kvcal import __version__, cli_bench, cli_diff, cli_plan, cli_recipes, cli_report, launch, terminal
 from kvcal.errors import EXIT_CODES, CheckFailed, GateFailed, KvcalError, UsageError
 from kvcal.options import (
     CALIBRATION_FIELDS,
@@ -69,6 +69,7 @@ _INTERRUPTED = 130
 
 app.command()(cli_plan.plan)
 app.command()(cli_diff.diff)
+app.command()(cli_report.report)
 
 
 @app.callback(invoke_without_command=True)

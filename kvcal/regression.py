@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from kvcal.errors import ModelError, UsageError
+from kvcal import records as recorded
+from kvcal.errors import UsageError
 from kvcal.gates import GateResult
+from kvcal.records import Records
 
 _FIDELITIES = {"fidelity": "K and V", "fidelity_fp8_attention": "K, V and Q"}
 _SIDES = ("k", "v", "q")
@@ -60,22 +59,6 @@ class Margins:
     kl: Margin
     perplexity: Margin
     top1: Margin
-
-
-@dataclass(frozen=True)
-class Records:
-    """What a calibration left behind: its folder and the documents in it."""
-
-    folder: Path
-    report: Mapping[str, Any]
-    plan: Mapping[str, Any]
-    manifest: Mapping[str, Any]
-    recipe: Mapping[str, Any]
-
-    @property
-    def model(self) -> str:
-        """The model's name without the folder it was in."""
-        return Path(self.manifest["model"]["name"]).name
 
 
 @dataclass(frozen=True)
@@ -132,22 +115,11 @@ def read(folder: Path) -> Records:
         UsageError: there is no such folder.
         ModelError: it holds no records, or broken ones.
     """
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: no such folder")
-    places = [place for place in (folder / "kvcal", folder) if (place / "report.json").is_file()]
-    if not places:
-        raise ModelError(f"{folder}: holds no kvcal records; it was not written by kvcal calibrate")
-    place = places[0]
+    found = recorded.read(folder)
     try:
-        report, plan, manifest = (
-            json.loads((place / f"{name}.json").read_text(encoding="utf-8"))
-            for name in ("report", "plan", "manifest")
-        )
-        recipe = yaml.safe_load((place / "recipe.yaml").read_text(encoding="utf-8"))
-        found = Records(folder, report, plan, manifest, recipe)
         _touch(found)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise ModelError(f"{folder}: its records are not whole: {error!r}") from None
+    except recorded.BROKEN as error:
+        raise recorded.not_whole(folder, error) from None
     return found
 
 

@@ -1,0 +1,409 @@
+"""The page as data: sections of tables and figures, from the records alone. Nothing is computed here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcal.page import figures, serving
+from kvcal.page.source import Run
+from kvcal.page.tables import Section, Table, number
+from kvcal.recipe import SIDES
+from kvcal.report import DELIVERED, fidelity_rows, mixed_summary, nats
+
+
+@dataclass(frozen=True)
+class Heading:
+    """What stands first of each run."""
+
+    name: str
+    model: str
+    passed: bool
+    summary: str
+    serve: str | None
+    before_serving: str | None
+    failures: Sequence[str]
+    tiles: Sequence[tuple[str, str, str]]
+
+
+def heading(run: Run) -> Heading:
+    """Verdict, serve line, and five numbers."""
+    report, plan = run.report, run.records.plan
+    engine = report["engine"]
+    failures = [gate["text"] for gate in report["gates"] if not gate["passed"]]
+    if not engine["consumed"]:
+        failures += engine["reasons"]
+    return Heading(
+        name=run.name,
+        model=run.records.model,
+        passed=run.passed,
+        summary=f"{plan['format']}, {plan['scaling']}, for {engine['name']} {engine['version']}; delivered by"
+        f" {DELIVERED[report['deliver']]}",
+        serve=report["serve"] if run.passed else None,
+        before_serving=report["before_serving"] if run.passed else None,
+        failures=failures,
+        tiles=_tiles(report),
+    )
+
+
+def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Name, value and a remark of each."""
+    cache, error, size = report["fidelity"], report["attention_error"], report["bytes_per_token"]
+    with_query = report["fidelity_fp8_attention"]
+    return [
+        (
+            "KL to the 16-bit cache",
+            nats(cache["kl_mean"]),
+            f"{nats(with_query['kl_mean'])} with Q in FP8" if with_query else "nats per token",
+        ),
+        ("top-1 agreement", f"{100 * cache['top1_agreement']:.2f} %", f"{cache['tokens']:,} held-out tokens"),
+        (
+            "perplexity",
+            f"{cache['perplexity']:.3f}",
+            f"{cache['perplexity_reference']:.3f} over the 16-bit cache",
+        ),
+        (
+            "attention error",
+            f"{error['mean']:.4f}",
+            f"{error['worst']:.4f} in layer {error['worst_layer']}",
+        ),
+        (
+            "bits per element",
+            f"{report['bits_per_element']:.3f}",
+            f"{size['reference']:,.0f} → {size['quantized']:,.0f} bytes per token",
+        ),
+    ]
+
+
+def sections(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> list[Section]:
+    """Those that have something to show, in the order of the page."""
+    found = [
+        _fidelity(runs),
+        _limits(runs),
+        _bits(runs, comparison),
+        _layers(runs),
+        _sensitivity(runs),
+        _folds(runs),
+        _channels(runs),
+        _long_context(runs),
+        _capacity(runs),
+        _facts(runs),
+        _missing(runs, comparison),
+    ]
+    return [section for section in found if section is not None]
+
+
+def _fidelity(runs: Sequence[Run]) -> Section:
+    rows = [
+        (run.name, label, *cells)
+        for run in runs
+        for label, cells in fidelity_rows(run.report, (run.report["folds"] or {}).get("before"))
+    ]
+    tokens = sorted({f"{run.report['fidelity']['tokens']:,}" for run in runs})
+    texts = {run.records.manifest["evaluation"]["sha256"] for run in runs}
+    other = [
+        "The runs were judged by different text or different amounts of it: their numbers cannot be set"
+        " against each other."
+    ]
+    return Section(
+        "fidelity",
+        "Fidelity",
+        f"The whole model over the quantized cache, against the same model over 16 bits, on {' and '.join(tokens)}"
+        " held-out tokens. Every token is read as the cache would give it back.",
+        tables=[
+            _per_run(
+                runs,
+                Table(
+                    ("run", "quantized", "KL mean", "KL p99", "top-1", "perplexity"),
+                    rows,
+                    text=frozenset({0, 1}),
+                ),
+            )
+        ],
+        notes=other if len(texts) > 1 else (),
+    )
+
+
+def _limits(runs: Sequence[Run]) -> Section | None:
+    rows: list[tuple[str, ...]] = []
+    for run in runs:
+        for gate in run.report["gates"]:
+            limit = f"{number(gate['limit'])}"
+            rows.append(
+                (run.name, gate["name"], number(gate["value"]), limit, "passed" if gate["passed"] else "failed")
+            )
+        for check in run.report.get("checks", ()):
+            rows.append(
+                (run.name, check["rule"], check["message"], "", "passed" if check["ok"] else "failed")
+            )
+    if not rows:
+        return None
+    marks = {(y, 4): "good" if row[4] == "passed" else "bad" for y, row in enumerate(rows)}
+    table = Table(
+        ("run", "gate or rule", "value", "limit", ""), rows, text=frozenset({0, 1, 2, 4}), marks=marks
+    )
+    return Section(
+        "gates",
+        "Gates and checks",
+        "Limits of the recipe, and rules of the engine's loader contract.",
+        [_per_run(runs, table)],
+    )
+
+
+def _bits(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> Section | None:
+    figure = figures.against_bits(runs, comparison)
+    if figure is None:
+        return None
+    notes = []
+    if comparison is not None:
+        theirs = comparison["manifest"]["evaluation"]
+        others = [
+            run.name for run in runs if run.records.manifest["evaluation"]["sha256"] != theirs["sha256"]
+        ]
+        if others:
+            notes.append(
+                f"The schemes were judged by other text ({theirs['tokens']:,} tokens of {theirs['dataset']}) than"
+                f" {', '.join(others)}: compare their order, not their values."
+            )
+    return Section(
+        "bits",
+        "KL against bits",
+        "Lower and further left is better; scales and tokens in 16 bits are counted.",
+        figures=[figure],
+        notes=notes,
+    )
+
+
+def _layers(runs: Sequence[Run]) -> Section:
+    flags = [
+        (
+            run.name,
+            str(layer["index"]),
+            side.upper(),
+            flag,
+            f"{100 * layer[side]['saturated']:.2g} %",
+            f"{100 * layer[side]['zeroed']:.2g} %",
+        )
+        for run in runs
+        for layer in run.report["layers"]
+        for side in SIDES
+        for flag in layer.get(side, {}).get("flags", ())
+    ]
+    headings = ("run", "layer", "side", "flag", "clipped at 1.0", "stored as 0 at 1.0")
+    table = _per_run(runs, Table(headings, flags, text=frozenset({0, 2, 3})))
+    return Section(
+        "layers",
+        "Layers and heads",
+        "Blue is magnitude, on one logarithmic scale for K, V and Q; orange is error, from zero.",
+        tables=[table] if flags else (),
+        figures=[*figures.attention_errors(runs), *figures.magnitudes(runs)],
+    )
+
+
+def _sensitivity(runs: Sequence[Run]) -> Section | None:
+    found = figures.sensitivities(runs)
+    lines = [mixed_summary(run.report["mixed"]) for run in runs if run.report["mixed"] is not None]
+    return (
+        Section(
+            "sensitivity",
+            "Layers in 16 bits",
+            "What each layer costs alone, and which of them stay as they are.",
+            figures=found,
+            notes=[f"{line[0].upper()}{line[1:]}." for line in lines],
+        )
+        if found
+        else None
+    )
+
+
+def _folds(runs: Sequence[Run]) -> Section | None:
+    rows, notes, strong = [], [], set()
+    for run in runs:
+        folds = run.report["folds"]
+        if folds is None:
+            continue
+        rows.append((run.name, "none", nats(folds["judging"]["kl_before"]), ""))
+        for each in folds["candidates"]:
+            kl = "nothing to do" if each["kl_mean"] is None else nats(each["kl_mean"])
+            strong |= {len(rows)} if each["kept"] else set()
+            rows.append((run.name, each["name"], kl, "kept" if each["kept"] else ""))
+        proof = folds["proof"]
+        notes.append(
+            f"{'' if len(runs) == 1 else f'{run.name}: '}{folds['tensors']} tensors were changed. A folded attention"
+            f" block errs by at most {proof['block_error']:.1g} in float64; the written checkpoint is"
+            f" {proof['kl']:.2g} nats from the original with nothing quantized ({proof['allowed_kl']:.2g} would be"
+            f" rounding)."
+            + (" kvcal unfold restores the weights bit for bit." if folds["reversible"] else "")
+        )
+    if not rows:
+        return None
+    table = Table(("run", "fold", "KL mean", ""), rows, frozenset({0, 1, 3}), frozenset(strong))
+    return Section(
+        "folds",
+        "Folds",
+        "Transforms of the weights that change nothing but what the engine's own quantizer sees. Each was tried on"
+        " calibration text that did not shape it.",
+        [_per_run(runs, table)],
+        notes=notes,
+    )
+
+
+def _channels(runs: Sequence[Run]) -> Section | None:
+    found = [figure for run in runs for figure in figures.channel_figures(run, runs)]
+    mixed = [run.name for run in runs if figures.value_is_mixed(run)]
+    return (
+        Section(
+            "channels",
+            "Channels",
+            "A vertical streak is a channel that stands out in every layer. RoPE pairs channel i with i + half of"
+            " the head in most models.",
+            figures=found,
+            notes=[
+                f"{name}: a fold mixes channels of V, which extremes cannot take back; V is shown as cached."
+                for name in mixed
+            ],
+        )
+        if found
+        else None
+    )
+
+
+def _long_context(runs: Sequence[Run]) -> Section | None:
+    rows = [
+        (
+            run.name,
+            task["name"],
+            f"{task['length']:,}",
+            number(task["reference"]),
+            number(task["quantized"]),
+            f"{number(task['low'])} … {number(task['high'])}" if task.get("low") is not None else "",
+            number(task.get("p_value")),
+            task.get("note") or "",
+        )
+        for run in runs
+        for task in (run.suite or {}).get("tasks", ())
+    ]
+    found = [figure for run in runs for figure in figures.needles(run, runs)]
+    if not rows and not found:
+        return None
+    headings = ("run", "task", "tokens", "16 bits", "quantized", "interval of the difference", "p", "")
+    table = _per_run(runs, Table(headings, rows, text=frozenset({0, 1, 7})))
+    return Section(
+        "long-context",
+        "Long context",
+        "The same prompts over the 16-bit and the quantized cache.",
+        tables=[table] if rows else (),
+        figures=found,
+    )
+
+
+def _capacity(runs: Sequence[Run]) -> Section:
+    per_request, why = serving.requests_table(runs)
+    per_gpu, why_not = serving.gpu_table(runs)
+    tables = [_per_run(runs, table) for table in (per_request, per_gpu) if table is not None]
+    size = [
+        (run.name, *(f"{run.report['bytes_per_token'][key]:,.0f}" for key in ("reference", "quantized")))
+        for run in runs
+    ]
+    per_token = _per_run(runs, Table(("run", "bytes per token, 16 bits", "bytes per token, quantized"), size))
+    return Section(
+        "capacity",
+        "Capacity",
+        "One request in pages of 16 tokens, and how many fit beside the weights with 10 % of a GPU's memory left"
+        " free. Counted, not measured; kvcal plan --gpu says what a step costs.",
+        [per_token, *tables],
+        notes=[f"Not counted: {reason}." for reason in dict.fromkeys(why + why_not)],
+    )
+
+
+def _facts(runs: Sequence[Run]) -> Section:
+    columns = [_facts_of(run) for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    facts = Table(
+        ("", *(run.name for run in runs)) if len(runs) > 1 else ("fact", ""),
+        [(name, *(column.get(name, "") for column in columns)) for name in names],
+        text=frozenset(range(len(runs) + 1)),
+    )
+    seconds = [run.records.manifest["seconds"] for run in runs]
+    stages = list(dict.fromkeys(stage for each in seconds for stage in each))
+    times = Table(
+        ("stage", *(f"seconds{'' if len(runs) == 1 else f', {run.name}'}" for run in runs)),
+        [
+            *((stage, *(f"{each[stage]:.2f}" if stage in each else "" for each in seconds)) for stage in stages),
+            ("together", *(f"{sum(each.values()):.2f}" for each in seconds)),
+        ],
+        strong=frozenset({len(stages)}),
+    )
+    memory = [
+        (
+            run.name,
+            stage,
+            each["device"],
+            f"{each['expected_bytes'] / 2**30:.2f} GiB",
+            f"{each['peak_bytes'] / 2**30:.2f} GiB",
+        )
+        for run in runs
+        for stage, each in run.records.manifest.get("memory", {}).items()
+    ]
+    peaks = Table(("run", "pass", "device", "memory expected", "peak"), memory, text=frozenset({0, 1, 2}))
+    return Section(
+        "facts",
+        "The run",
+        tables=[facts, times, *([_per_run(runs, peaks)] if memory else [])],
+    )
+
+
+def _facts_of(run: Run) -> dict[str, str]:
+    found, plan = run.records.manifest, run.records.plan
+    machine, compute = found["machine"], found["compute"]
+    text, held_out = found["calibration"], found["evaluation"]
+    return {
+        "model": found["model"]["name"],
+        "revision": found["model"]["revision"] or "",
+        "architecture": f"{plan['architecture']}: {plan['layers']} layers, {_or(plan['kv_heads'])} KV heads of"
+        f" {_or(plan['head_dim'])} for {_or(plan['heads'])} query heads",
+        "created": found["created"],
+        "calibrated on": f"{text['tokens']:,} tokens of {text['dataset']}, seed {text['seed']}",
+        "judged on": f"{held_out['tokens']:,} tokens of {held_out['dataset']}",
+        "attention error by": run.report["attention_error"]["implementation"],
+        "computed on": f"{compute['device']}, {compute['dtype']}",
+        "machine": f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, {machine['system']}",
+        "versions": ", ".join(
+            f"{name} {version}" for name, version in ({"kvcal": found["kvcal"]} | found["versions"]).items()
+        ),
+        "held-out text, SHA-256": held_out["sha256"],
+    }
+
+
+def _or(value: object) -> str:
+    return " or ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _missing(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> Section | None:
+    """What the records do not hold, and what would."""
+    absent = {
+        "Other schemes at other bits: kvcal compare --output FOLDER, then kvcal report --comparison FOLDER.": (
+            comparison is None
+        ),
+        "What each layer costs alone: kvcal calibrate --max-kl or --bits-budget.": all(
+            run.report["mixed"] is None for run in runs
+        ),
+        "Long-context tasks: kvcal evaluate --suite.": all(run.suite is None for run in runs),
+        "Channels: statistics.safetensors is not among the records.": all(run.statistics is None for run in runs),
+    }
+    notes = [line for line, is_absent in absent.items() if is_absent]
+    return Section("not-here", "Not measured", notes=notes) if notes else None
+
+
+def _per_run(runs: Sequence[Run], table: Table) -> Table:
+    """Without its first column, the run, where there is only one."""
+    if len(runs) > 1:
+        return table
+    return Table(
+        table.headings[1:],
+        [row[1:] for row in table.rows],
+        frozenset(column - 1 for column in table.text if column),
+        table.strong,
+        {(y, x - 1): mark for (y, x), mark in table.marks.items()},
+    )

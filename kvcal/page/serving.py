@@ -1,0 +1,116 @@
+"""What the cache of a run takes on GPUs: arithmetic from the checkpoint's config, nothing measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvcal import capacity, engines, formats, gpus, layer_cache, served_model
+from kvcal.capacity import Deployment
+from kvcal.errors import KvcalError, ModelError
+from kvcal.formats import KVFormat
+from kvcal.layer_cache import LayerCache
+from kvcal.page.source import Run
+from kvcal.page.tables import Table
+from kvcal.served_model import ServedModel
+
+GPUS = ("a100-80gb", "l40s", "h100", "h200", "b200", "mi300x")
+CONTEXT = 8192
+PAGE = 16
+_CONTEXTS = (2048, 8192, 32768, 131072)
+_GIB = 2**30
+
+
+def requests_table(runs: Sequence[Run]) -> tuple[Table | None, list[str]]:
+    """Bytes of one request by its length, in 16 bits and as each run stores it; and why runs are missing."""
+    rows, notes = [], []
+    for run in runs:
+        try:
+            caches = _caches(run)
+        except KvcalError as error:
+            notes.append(f"{run.name}: {error}")
+            continue
+        for context in _contexts(run):
+            plain, stored = request_bytes(run, caches, context, quantized=False), request_bytes(run, caches, context)
+            rows.append(
+                (run.name, f"{context:,}", _bytes(plain), _bytes(stored), f"{plain / stored:.2f} × less")
+            )
+    headings = ("run", "tokens", "16 bits", "quantized", "")
+    return (Table(headings, rows) if rows else None), notes
+
+
+def gpu_table(runs: Sequence[Run]) -> tuple[Table | None, list[str]]:
+    """Requests beside the weights on one GPU of each kind, in 16 bits and as each run stores them."""
+    rows, notes = [], []
+    for run in runs:
+        try:
+            caches, model = _caches(run), _model(run)
+            fmt, engine = _format(run), engines.get(run.report["engine"]["name"])
+        except KvcalError as error:
+            notes.append(f"{run.name}: {error}")
+            continue
+        context = min(CONTEXT, model.max_context)
+        for name in GPUS:
+            where = Deployment(gpus.get(name), engine, context, page=PAGE)
+            free = capacity.free_bytes(model, where)
+            fitting = [
+                max(0, int(free // request_bytes(run, caches, context, quantized=quantized)))
+                for quantized in (False, True)
+            ]
+            how = capacity.refusal(fmt, model, where) or (
+                "computes in it" if where.gpu.native(fmt) else "dequantizes on load"
+            )
+            rows.append(
+                (run.name, where.gpu.title, f"{context:,}", *(f"{each:,}" for each in fitting), how)
+            )
+    headings = ("run", "GPU", "tokens each", "requests, 16 bits", "requests, quantized", "")
+    return (Table(headings, rows, text=frozenset({0, 1, 5})) if rows else None), notes
+
+
+def request_bytes(run: Run, caches: Sequence[LayerCache], context: int, *, quantized: bool = True) -> int:
+    """Bytes of one request in whole pages; layers that stay in 16 bits count as such."""
+    fmt, layers = _format(run), run.report["layers"]
+    return sum(
+        cache.bytes_per_token(fmt if quantized and layer["index"] not in run.skipped else None)
+        * cache.tokens_held(context, PAGE)
+        for cache, layer in zip(caches, layers, strict=True)
+    )
+
+
+def _caches(run: Run) -> tuple[LayerCache, ...]:
+    return layer_cache.read(_config(run))
+
+
+def _model(run: Run) -> ServedModel:
+    """With the weights as they lie on the disk where the config does not tell their size."""
+    quantized = run.records.manifest["architecture"]["quant_method"] is not None
+    shards = run.records.folder.glob("*.safetensors")
+    size = sum(shard.stat().st_size for shard in shards) / _GIB if quantized else None
+    return served_model.of(_config(run), run.records.model, weights_gib=size)
+
+
+def _config(run: Run) -> Mapping[str, Any]:
+    """Without the section on quantization, which may be about the cache alone."""
+    if run.config is None:
+        raise ModelError("there is no checkpoint, so nothing to serve")
+    return {key: value for key, value in run.config.items() if key != "quantization_config"}
+
+
+def _format(run: Run) -> KVFormat:
+    return formats.get(run.records.plan["format"])
+
+
+def _contexts(run: Run) -> list[int]:
+    longest = int(run.records.manifest["architecture"]["max_context"])
+    return [context for context in _CONTEXTS if context < longest][-3:] + [longest]
+
+
+def _bytes(count: float) -> str:
+    """In the unit that leaves one to four digits before the point.
+
+    >>> _bytes(6480), _bytes(3 * 2**30)
+    ('6.3 KiB', '3.00 GiB')
+    """
+    if count < 2**20:
+        return f"{count / 2**10:.1f} KiB"
+    return f"{count / 2**20:.1f} MiB" if count < _GIB else f"{count / _GIB:.2f} GiB"

@@ -19,9 +19,9 @@ class Records:
 
     folder: Path
     place: Path
-    report: Mapping[str, Any]
-    plan: Mapping[str, Any]
-    manifest: Mapping[str, Any]
+    report: dict[str, Any]
+    plan: dict[str, Any]
+    manifest: dict[str, Any]
     recipe: Mapping[str, Any]
 
     @property

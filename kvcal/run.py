@@ -46,6 +46,8 @@ from kvcal.cache import QuantizedCache
 from kvcal.errors import ModelError, PlanRefused, UsageError
 from kvcal.export import bundle, naming, targets
 from kvcal.opening import Request
+from kvcal.page import render
+from kvcal.page.render import PAGE
 from kvcal.placement import Placement
 from kvcal.progress import Narrator
 
@@ -153,7 +155,10 @@ def _calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) -> 
             bundle.write_json(stage.records / "report.json", document)
             text_document = markdown.render(document, resolved, source.name)
             (stage.records / "report.md").write_text(text_document, encoding="utf-8")
-            if document["verdict"] == "fail":
+            failed = document["verdict"] == "fail"
+            name = stage.destination.name + (bundle.FAILED if failed else "")
+            (stage.records / PAGE).write_text(render.render([stage.folder], names=[name]), encoding="utf-8")
+            if failed:
                 destination = stage.commit_failure()
             else:
                 stage.commit()

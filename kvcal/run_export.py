@@ -21,6 +21,7 @@ _KEPT = (
     "samples.json",
     "report.json",
     "report.md",
+    "report.html",
     "mixed.json",
     "folds.json",
     "folds.safetensors",

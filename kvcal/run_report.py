@@ -10,8 +10,7 @@ from kvcal import records
 from kvcal.errors import OutputError, UsageError
 from kvcal.export import bundle
 from kvcal.page import render
-
-PAGE = "report.html"
+from kvcal.page.render import PAGE
 
 
 def run_report(

@@ -1,6 +1,7 @@
 """A real headless Chromium, spoken to over a pipe in its DevTools protocol: no driver, no port, no package.
 
-``python -m tests.browser PAGE FOLDER`` writes what a person would look at: the page wide, narrow, dark, printed.
+``python -m tests.browser PAGE FOLDER`` writes what a person would look at: the page wide, narrow, dark and
+printed.
 """
 
 from __future__ import annotations
@@ -119,13 +120,14 @@ def page(binary: str) -> Iterator[Page]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         # It reads commands from descriptor 3 and writes answers to descriptor 4.
         command = 'exec "$@" 3<&"$IN" 4>&"$OUT"'
+        launched = [binary, "--remote-debugging-pipe", f"--user-data-dir={profile}", *flags]
         process = subprocess.Popen(
-            ["bash", "-c", command, "bash", binary, "--remote-debugging-pipe", f"--user-data-dir={profile}", *flags],
+            ["bash", "-c", command, "bash", *launched],
             pass_fds=(to_browser, to_us),
             env=os.environ | {"IN": str(to_browser), "OUT": str(to_us)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         os.close(to_browser)
         os.close(to_us)
         try:

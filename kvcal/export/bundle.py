@@ -26,6 +26,7 @@ from kvcal.errors import ModelError, OutputError
 
 SCALE_SHARD = "kvcal-scales.safetensors"
 RECORDS = "kvcal"
+FAILED = ".failed"  # of a folder with the records of a run that failed
 # The base's only shard gets this name: transformers would read a model.safetensors before any index.
 _ONLY_SHARD = "model-base.safetensors"
 _REPLACED = "replaced"
@@ -77,7 +78,7 @@ class Stage:
 
     def commit_failure(self) -> Path:
         """Keep the records of a run whose gates failed in ``<destination>.failed``; no checkpoint appears."""
-        failed = self.destination.with_name(self.destination.name + ".failed")
+        failed = self.destination.with_name(self.destination.name + FAILED)
         _swap(self.records, failed)
         return failed
 

@@ -5,28 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from kvcal.page import channels, svg
-from kvcal.page.channels import Profile
+from kvcal.page import svg
 from kvcal.page.source import Run
-from kvcal.page.svg import Line, Point, Scale
+from kvcal.page.svg import Point, Scale
 from kvcal.page.tables import Figure, Table, number
 from kvcal.recipe import SIDES, Side
 from kvcal.report import nats
 
 _HEADS = {"k": "KV head", "v": "KV head", "q": "query head"}
-_SIDE_NAMES = {"k": "K", "v": "V", "q": "Q"}
+_SIDES = {"k": "after RoPE, as the cache holds it", "v": "as the cache holds it", "q": "after RoPE"}
+SIDE_NAMES = {"k": "K", "v": "V", "q": "Q"}
 
 
 def magnitudes(runs: Sequence[Run]) -> list[Figure]:
     """Largest magnitude of each head of K, V and Q, layer by layer; one scale for all of them."""
     grids = {(run.name, side): _magnitudes(run, side) for run in runs for side in SIDES}
-    scale = Scale.of(_all(grids.values()), logarithmic=True)
+    scale = Scale.of(all_values(grids.values()), logarithmic=True)
     return [
         _by_layer(
-            f"Largest magnitude of {_SIDE_NAMES[side]}",
-            f"{_SIDE_NAMES[side]} after RoPE, as the cache holds it" if side != "q" else "Q after RoPE",
+            f"Largest magnitude of {SIDE_NAMES[side]}",
+            _SIDES[side],
             grids[run.name, side],
             scale,
             "m",
@@ -35,8 +33,8 @@ def magnitudes(runs: Sequence[Run]) -> list[Figure]:
             _HEADS[side],
             "",
         )
-        for run in runs
         for side in SIDES
+        for run in runs
     ]
 
 
@@ -52,11 +50,11 @@ def attention_errors(runs: Sequence[Run]) -> list[Figure]:
         for key in wanted
         if all(layer["attention_error"][key] for layer in run.report["layers"])
     }
-    scale = Scale.of(_all(grids.values()), start=0.0)
+    scale = Scale.of(all_values(grids.values()), start=0.0)
     return [
         _by_layer(title, caption, grids[run.name, key], scale, "e", run, runs, "query head", "16 bits")
-        for run in runs
         for key, (title, caption) in wanted.items()
+        for run in runs
         if (run.name, key) in grids
     ]
 
@@ -75,12 +73,12 @@ def sensitivities(runs: Sequence[Run]) -> list[Figure]:
         kept = frozenset(i for i, index in enumerate(layers) if cost[index]["skipped"])
         found.append(
             Figure(
-                _titled("KL of one layer quantized alone", run, runs),
+                titled_as("KL of one layer quantized alone", run, runs),
                 f"over {mixed['tokens']:,} calibration tokens; outlines are layers that stay in 16 bits",
                 svg.bars(
                     values,
                     Scale.of(values, start=0.0),
-                    title=_titled("KL of one layer quantized alone", run, runs),
+                    title=titled_as("KL of one layer quantized alone", run, runs),
                     description=f"{len(layers)} layers; layer {worst} costs most, {nats(max(values))} nats;"
                     f" {len(kept)} layers stay in 16 bits.",
                     column_names=layers,
@@ -90,6 +88,7 @@ def sensitivities(runs: Sequence[Run]) -> list[Figure]:
                         f"layer {layers[i]}: {nats(values[i])} nats"
                     ),
                     hollow=kept,
+                    width=width_for(runs),
                 ),
                 Table(
                     ("layers measured together", "KL alone", "cache"),
@@ -103,39 +102,10 @@ def sensitivities(runs: Sequence[Run]) -> list[Figure]:
                     ],
                     text=frozenset({0, 2}),
                 ),
+                half=len(runs) > 1,
             )
         )
     return found
-
-
-def channel_figures(run: Run, runs: Sequence[Run]) -> list[Figure]:
-    """K and V channel by channel: every layer in colours, and one head in numbers; before and after folds."""
-    if run.statistics is None:
-        return []
-    found = []
-    for side in ("k", "v"):
-        after = {
-            index: channels.profile(sides[side])
-            for index, sides in sorted(run.statistics.layers.items())
-            if side in sides
-        }
-        before = _before(run, side, after)
-        if after:
-            found += _channel_maps(side, before, after, run, runs)
-            found.append(_head(side, before, after, run, runs))
-    return found
-
-
-def value_is_mixed(run: Run) -> bool:
-    """Whether some layer's V was folded by a map that extremes cannot take back."""
-    if run.statistics is None or run.transforms is None:
-        return False
-    seen = run.statistics.layers
-    return any(
-        channels.unfolded_value(seen[index]["v"], transform) is None
-        for index, transform in run.transforms.layers.items()
-        if "v" in seen.get(index, {})
-    )
 
 
 def against_bits(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> Figure | None:
@@ -155,9 +125,7 @@ def against_bits(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> F
         for row in schemes
     ]
     points += [
-        Point(
-            run.name, run.report["bits_per_element"], max(run.report["fidelity"]["kl_mean"], 1e-9), "run"
-        )
+        Point(run.name, run.report["bits_per_element"], max(run.report["fidelity"]["kl_mean"], 1e-9), "run")
         for run in runs
     ]
     legend = [("run", "this run" if len(runs) == 1 else "these runs")]
@@ -189,7 +157,12 @@ def against_bits(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> F
             unit="nats per token",
             legend=legend,
         ),
-        Table(("scheme", "bits per element", "KL mean", "vLLM"), rows, frozenset({0, 3}), frozenset(range(len(runs)))),
+        Table(
+            ("scheme", "bits per element", "KL mean", "vLLM"),
+            rows,
+            frozenset({0, 3}),
+            frozenset(range(len(runs))),
+        ),
     )
 
 
@@ -202,13 +175,13 @@ def needles(run: Run, runs: Sequence[Run]) -> list[Figure]:
     scale = Scale(0.0, 1.0)
     return [
         Figure(
-            _titled(f"Needle, {name}", run, runs),
+            titled_as(f"Needle, {name}", run, runs),
             "share of the needle that was given back; 1 is all of it",
             svg.heat(
                 needle[key],
                 scale,
                 "m",
-                title=_titled(f"Needle, {name}", run, runs),
+                title=titled_as(f"Needle, {name}", run, runs),
                 description=f"{len(depths)} depths by {len(lengths)} lengths, up to {max(lengths):,} tokens;"
                 f" mean score {_mean(needle[key]):.3f}.",
                 rows="depth",
@@ -253,8 +226,10 @@ def _by_layer(
         for x, value in enumerate(line)
         if value is not None and x not in hollow
     }
-    least, most = (choose(cells, key=lambda cell: cells[cell]) for choose in (min, max)) if cells else ((0, 0),) * 2
-    titled = _titled(title, run, runs)
+    least, most = (
+        (choose(cells, key=lambda cell: cells[cell]) for choose in (min, max)) if cells else ((0, 0),) * 2
+    )
+    titled = titled_as(title, run, runs)
     outlined = f"; outlined layers stay in {skipped}" if hollow else ""
 
     def tip(y: int, x: int) -> str:
@@ -269,14 +244,16 @@ def _by_layer(
             scale,
             hue,
             title=titled,
-            description=f"{len(layers)} layers by {len(grid)} {heads}s, from {number(cells.get(least))} (layer"
-            f" {least[0]}, head {least[1]}) to {number(cells.get(most))} (layer {most[0]}, head {most[1]}).",
+            description=f"{len(layers)} layers by {len(grid)} {heads}s, from {number(cells.get(least))}"
+            f" (layer {least[0]}, head {least[1]}) to {number(cells.get(most))} (layer {most[0]}, head"
+            f" {most[1]}).",
             rows=heads,
             columns="layer",
             column_names=layers,
             row_names=range(len(grid)),
             tip=tip,
             hollow=hollow,
+            width=width_for(runs),
         ),
         Table(
             ("layer", *(f"{heads} {y}" for y in range(len(grid)))),
@@ -285,6 +262,7 @@ def _by_layer(
                 for x, index in enumerate(layers)
             ],
         ),
+        half=len(runs) > 1,
     )
 
 
@@ -296,129 +274,10 @@ def _magnitudes(run: Run, side: Side) -> list[list[float | None]]:
     seen = run.statistics.layers
     return _transposed(
         [
-            seen[layer["index"]][side].amax.amax(-1).tolist()
-            if side in seen.get(layer["index"], {})
-            else []
+            seen[layer["index"]][side].amax.amax(-1).tolist() if side in seen.get(layer["index"], {}) else []
             for layer in layers
         ]
     )
-
-
-def _before(run: Run, side: str, after: Mapping[int, Profile]) -> dict[int, Profile] | None:
-    """Profiles before the folds of this side; None if nothing of it is folded, or it cannot be known."""
-    assert run.statistics is not None
-    if run.transforms is None:
-        return None
-    found = dict(after)
-    touched = False
-    for index, transform in run.transforms.layers.items():
-        if index not in found:
-            continue
-        mine = [step for step in transform.steps if step.startswith("key" if side == "k" else "value")]
-        touched |= bool(mine)
-        seen = run.statistics.layers[index][side]  # type: ignore[index]
-        known = (channels.unfolded_key if side == "k" else channels.unfolded_value)(seen, transform)
-        if known is None:
-            return None
-        found[index] = known
-    return found if touched else None
-
-
-def _channel_maps(
-    side: str, before: Mapping[int, Profile] | None, after: Mapping[int, Profile], run: Run, runs: Sequence[Run]
-) -> list[Figure]:
-    """Largest magnitude of each channel over heads, layers by channels, before and after on one scale."""
-    stages = {"as cached": after} if before is None else {"before folds": before, "after folds": after}
-    grids = {
-        stage: [profile.amax.amax(0).tolist() for profile in profiles.values()]
-        for stage, profiles in stages.items()
-    }
-    scale = Scale.of(_all(grids.values()), logarithmic=True)
-    name = _SIDE_NAMES[side]
-    found = []
-    for stage, profiles in stages.items():
-        titled = _titled(f"{name} by channel, {stage}", run, runs)
-        widest = {index: _widest(profile) for index, profile in profiles.items()}
-        most = max(widest, key=lambda index: widest[index][2])
-        found.append(
-            Figure(
-                titled,
-                "largest magnitude over heads",
-                svg.raster(
-                    grids[stage],
-                    scale,
-                    "m",
-                    title=titled,
-                    description=f"{len(profiles)} layers by {len(grids[stage][0])} channels. Channels differ most in"
-                    f" layer {most}, head {widest[most][0]}: channel {widest[most][1]} is"
-                    f" {widest[most][2]:.1f} times the median.",
-                    rows="layer",
-                    columns="channel of a head",
-                    row_names=list(profiles),
-                ),
-                Table(
-                    ("layer", "head", "widest channel", "amax", "over the median"),
-                    [
-                        (
-                            str(index),
-                            str(head),
-                            str(channel),
-                            number(float(profiles[index].amax[head, channel])),
-                            f"{spread:.2f}",
-                        )
-                        for index, (head, channel, spread) in widest.items()
-                    ],
-                ),
-                half=True,
-            )
-        )
-    return found
-
-
-def _head(
-    side: str, before: Mapping[int, Profile] | None, after: Mapping[int, Profile], run: Run, runs: Sequence[Run]
-) -> Figure:
-    """The head whose channels differ most before folds: amax and rms of each channel."""
-    first = before or after
-    widest = {index: _widest(profile) for index, profile in first.items()}
-    index = max(widest, key=lambda each: widest[each][2])
-    head, channel, spread = widest[index]
-    columns = {"amax": after[index].amax[head], "rms": after[index].rms[head]}
-    if before is not None:
-        columns = {
-            "amax before": before[index].amax[head],
-            "rms before": before[index].rms[head],
-            "amax after": columns["amax"],
-            "rms after": columns["rms"],
-        }
-    strokes = {"amax before": "amax old", "rms before": "rms old", "amax after": "amax", "rms after": "rms"}
-    values = {name: tensor.tolist() for name, tensor in columns.items()}
-    titled = _titled(f"{_SIDE_NAMES[side]} of layer {index}, head {head}", run, runs)
-    folded = "" if before is None else f"; {float(after[index].spread[head]):.1f} times after the folds"
-    caption = f"the head whose channels differ most: channel {channel} is {spread:.1f} times the median{folded}"
-    return Figure(
-        titled,
-        caption,
-        svg.lines(
-            [Line(name, each, strokes.get(name, name)) for name, each in values.items()],
-            Scale.of(_all([list(values.values())]), logarithmic=True),
-            title=titled,
-            description=f"{caption[0].upper()}{caption[1:]}.",
-            columns="channel",
-            unit="magnitude, logarithmic",
-            width=svg.WIDE,
-        ),
-        Table(
-            ("channel", *values),
-            [(str(i), *map(number, row)) for i, row in enumerate(zip(*values.values(), strict=True))],
-        ),
-    )
-
-
-def _widest(profile: Profile) -> tuple[int, int, float]:
-    """Head and channel with the largest amax over the median of the head's channels, and that ratio."""
-    head = int(profile.spread.argmax())
-    return head, int(profile.amax[head].argmax()), float(profile.spread[head])
 
 
 def _transposed(by_layer: Sequence[Sequence[float]]) -> list[list[float | None]]:
@@ -427,14 +286,21 @@ def _transposed(by_layer: Sequence[Sequence[float]]) -> list[list[float | None]]
     return [[line[y] if y < len(line) else None for line in by_layer] for y in range(heads)]
 
 
-def _all(grids: Iterable[svg.Grid]) -> list[float | None]:
+def all_values(grids: Iterable[svg.Grid]) -> list[float | None]:
+    """What a scale has to cover."""
     return [value for grid in grids for line in grid for value in line]
 
 
 def _mean(grid: svg.Grid) -> float:
-    found = [value for value in _all([grid]) if value is not None]
-    return float(torch.tensor(found).double().mean()) if found else 0.0
+    found = [value for value in all_values([grid]) if value is not None]
+    return sum(found) / max(1, len(found))
 
 
-def _titled(title: str, run: Run, runs: Sequence[Run]) -> str:
+def width_for(runs: Sequence[Run]) -> int:
+    """Several runs stand side by side."""
+    return svg.WIDE if len(runs) == 1 else svg.HALF
+
+
+def titled_as(title: str, run: Run, runs: Sequence[Run]) -> str:
+    """With the run's name where there are several."""
     return title if len(runs) == 1 else f"{title}: {run.name}"

@@ -1,79 +1,15 @@
-"""The page as data: sections of tables and figures, from the records alone. Nothing is computed here."""
+"""The page as data: sections of tables and figures, from the records alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from kvcal.page import figures, serving
+from kvcal.page import channel_figures, figures, serving
 from kvcal.page.source import Run
 from kvcal.page.tables import Section, Table, number
 from kvcal.recipe import SIDES
-from kvcal.report import DELIVERED, fidelity_rows, mixed_summary, nats
-
-
-@dataclass(frozen=True)
-class Heading:
-    """What stands first of each run."""
-
-    name: str
-    model: str
-    passed: bool
-    summary: str
-    serve: str | None
-    before_serving: str | None
-    failures: Sequence[str]
-    tiles: Sequence[tuple[str, str, str]]
-
-
-def heading(run: Run) -> Heading:
-    """Verdict, serve line, and five numbers."""
-    report, plan = run.report, run.records.plan
-    engine = report["engine"]
-    failures = [gate["text"] for gate in report["gates"] if not gate["passed"]]
-    if not engine["consumed"]:
-        failures += engine["reasons"]
-    return Heading(
-        name=run.name,
-        model=run.records.model,
-        passed=run.passed,
-        summary=f"{plan['format']}, {plan['scaling']}, for {engine['name']} {engine['version']}; delivered by"
-        f" {DELIVERED[report['deliver']]}",
-        serve=report["serve"] if run.passed else None,
-        before_serving=report["before_serving"] if run.passed else None,
-        failures=failures,
-        tiles=_tiles(report),
-    )
-
-
-def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Name, value and a remark of each."""
-    cache, error, size = report["fidelity"], report["attention_error"], report["bytes_per_token"]
-    with_query = report["fidelity_fp8_attention"]
-    return [
-        (
-            "KL to the 16-bit cache",
-            nats(cache["kl_mean"]),
-            f"{nats(with_query['kl_mean'])} with Q in FP8" if with_query else "nats per token",
-        ),
-        ("top-1 agreement", f"{100 * cache['top1_agreement']:.2f} %", f"{cache['tokens']:,} held-out tokens"),
-        (
-            "perplexity",
-            f"{cache['perplexity']:.3f}",
-            f"{cache['perplexity_reference']:.3f} over the 16-bit cache",
-        ),
-        (
-            "attention error",
-            f"{error['mean']:.4f}",
-            f"{error['worst']:.4f} in layer {error['worst_layer']}",
-        ),
-        (
-            "bits per element",
-            f"{report['bits_per_element']:.3f}",
-            f"{size['reference']:,.0f} → {size['quantized']:,.0f} bytes per token",
-        ),
-    ]
+from kvcal.report import fidelity_rows, mixed_summary, nats
 
 
 def sections(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> list[Section]:
@@ -109,8 +45,8 @@ def _fidelity(runs: Sequence[Run]) -> Section:
     return Section(
         "fidelity",
         "Fidelity",
-        f"The whole model over the quantized cache, against the same model over 16 bits, on {' and '.join(tokens)}"
-        " held-out tokens. Every token is read as the cache would give it back.",
+        "The whole model over the quantized cache, against the same model over 16 bits, on"
+        f" {' and '.join(tokens)} held-out tokens. Every token is read as the cache would give it back.",
         tables=[
             _per_run(
                 runs,
@@ -131,12 +67,20 @@ def _limits(runs: Sequence[Run]) -> Section | None:
         for gate in run.report["gates"]:
             limit = f"{number(gate['limit'])}"
             rows.append(
-                (run.name, gate["name"], number(gate["value"]), limit, "passed" if gate["passed"] else "failed")
+                (
+                    run.name,
+                    gate["name"],
+                    number(gate["value"]),
+                    limit,
+                    "passed" if gate["passed"] else "failed",
+                )
             )
-        for check in run.report.get("checks", ()):
-            rows.append(
-                (run.name, check["rule"], check["message"], "", "passed" if check["ok"] else "failed")
-            )
+        checks = run.report.get("checks", ())
+        rows += [(run.name, c["rule"], c["message"], "", "failed") for c in checks if not c["ok"]]
+        kept, contract = sum(c["ok"] for c in checks), f"loader contract of {run.report['engine']['name']}"
+        if checks:
+            outcome = "passed" if kept == len(checks) else "failed"
+            rows.append((run.name, contract, f"{kept} of {len(checks)} rules hold", "", outcome))
     if not rows:
         return None
     marks = {(y, 4): "good" if row[4] == "passed" else "bad" for y, row in enumerate(rows)}
@@ -163,8 +107,8 @@ def _bits(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> Section 
         ]
         if others:
             notes.append(
-                f"The schemes were judged by other text ({theirs['tokens']:,} tokens of {theirs['dataset']}) than"
-                f" {', '.join(others)}: compare their order, not their values."
+                f"The schemes were judged by other text ({theirs['tokens']:,} tokens of {theirs['dataset']})"
+                f" than {', '.join(others)}: compare their order, not their values."
             )
     return Section(
         "bits",
@@ -228,36 +172,39 @@ def _folds(runs: Sequence[Run]) -> Section | None:
             kl = "nothing to do" if each["kl_mean"] is None else nats(each["kl_mean"])
             strong |= {len(rows)} if each["kept"] else set()
             rows.append((run.name, each["name"], kl, "kept" if each["kept"] else ""))
-        proof = folds["proof"]
-        notes.append(
-            f"{'' if len(runs) == 1 else f'{run.name}: '}{folds['tensors']} tensors were changed. A folded attention"
-            f" block errs by at most {proof['block_error']:.1g} in float64; the written checkpoint is"
-            f" {proof['kl']:.2g} nats from the original with nothing quantized ({proof['allowed_kl']:.2g} would be"
-            f" rounding)."
-            + (" kvcal unfold restores the weights bit for bit." if folds["reversible"] else "")
-        )
+        notes.append(f"{'' if len(runs) == 1 else f'{run.name}: '}{_proof(folds)}")
     if not rows:
         return None
     table = Table(("run", "fold", "KL mean", ""), rows, frozenset({0, 1, 3}), frozenset(strong))
     return Section(
         "folds",
         "Folds",
-        "Transforms of the weights that change nothing but what the engine's own quantizer sees. Each was tried on"
-        " calibration text that did not shape it.",
+        "Transforms of the weights that change nothing but what the engine's own quantizer sees. Each was"
+        " tried on calibration text that did not shape it.",
         [_per_run(runs, table)],
         notes=notes,
     )
 
 
+def _proof(folds: Mapping[str, Any]) -> str:
+    proof = folds["proof"]
+    back = " kvcal unfold restores the weights bit for bit." if folds["reversible"] else ""
+    return (
+        f"{folds['tensors']} tensors were changed. A folded attention block errs by at most"
+        f" {proof['block_error']:.1g} in float64; the written checkpoint is {proof['kl']:.2g} nats from the"
+        f" original with nothing quantized ({proof['allowed_kl']:.2g} would be rounding).{back}"
+    )
+
+
 def _channels(runs: Sequence[Run]) -> Section | None:
-    found = [figure for run in runs for figure in figures.channel_figures(run, runs)]
-    mixed = [run.name for run in runs if figures.value_is_mixed(run)]
+    found = [figure for run in runs for figure in channel_figures.channel_figures(run, runs)]
+    mixed = [run.name for run in runs if channel_figures.value_is_mixed(run)]
     return (
         Section(
             "channels",
             "Channels",
-            "A vertical streak is a channel that stands out in every layer. RoPE pairs channel i with i + half of"
-            " the head in most models.",
+            "A vertical streak is a channel that stands out in every layer. RoPE pairs channel i with i +"
+            " half of the head in most models.",
             figures=found,
             notes=[
                 f"{name}: a fold mixes channels of V, which extremes cannot take back; V is shown as cached."
@@ -298,28 +245,26 @@ def _long_context(runs: Sequence[Run]) -> Section | None:
     )
 
 
-def _capacity(runs: Sequence[Run]) -> Section:
+def _capacity(runs: Sequence[Run]) -> Section | None:
     per_request, why = serving.requests_table(runs)
     per_gpu, why_not = serving.gpu_table(runs)
-    tables = [_per_run(runs, table) for table in (per_request, per_gpu) if table is not None]
-    size = [
-        (run.name, *(f"{run.report['bytes_per_token'][key]:,.0f}" for key in ("reference", "quantized")))
-        for run in runs
-    ]
-    per_token = _per_run(runs, Table(("run", "bytes per token, 16 bits", "bytes per token, quantized"), size))
+    tables = [_per_run(runs, per_request)] if per_request is not None else []
+    tables += [per_gpu] if per_gpu is not None else []
+    if not tables:
+        return None
     return Section(
         "capacity",
         "Capacity",
-        "One request in pages of 16 tokens, and how many fit beside the weights with 10 % of a GPU's memory left"
-        " free. Counted, not measured; kvcal plan --gpu says what a step costs.",
-        [per_token, *tables],
-        notes=[f"Not counted: {reason}." for reason in dict.fromkeys(why + why_not)],
+        "One request in pages of 16 tokens, and how many fit beside the weights with 10 % of a GPU's memory"
+        " left free. Counted, not measured; kvcal plan --gpu says what a step costs.",
+        tables,
+        notes=[*why, *why_not],
     )
 
 
 def _facts(runs: Sequence[Run]) -> Section:
     columns = [_facts_of(run) for run in runs]
-    names = list(dict.fromkeys(name for column in columns for name in column))
+    names = list(dict.fromkeys(name for column in columns for name, fact in column.items() if fact))
     facts = Table(
         ("", *(run.name for run in runs)) if len(runs) > 1 else ("fact", ""),
         [(name, *(column.get(name, "") for column in columns)) for name in names],
@@ -330,7 +275,10 @@ def _facts(runs: Sequence[Run]) -> Section:
     times = Table(
         ("stage", *(f"seconds{'' if len(runs) == 1 else f', {run.name}'}" for run in runs)),
         [
-            *((stage, *(f"{each[stage]:.2f}" if stage in each else "" for each in seconds)) for stage in stages),
+            *(
+                (stage, *(f"{each[stage]:.2f}" if stage in each else "" for each in seconds))
+                for stage in stages
+            ),
             ("together", *(f"{sum(each.values()):.2f}" for each in seconds)),
         ],
         strong=frozenset({len(stages)}),
@@ -361,8 +309,8 @@ def _facts_of(run: Run) -> dict[str, str]:
     return {
         "model": found["model"]["name"],
         "revision": found["model"]["revision"] or "",
-        "architecture": f"{plan['architecture']}: {plan['layers']} layers, {_or(plan['kv_heads'])} KV heads of"
-        f" {_or(plan['head_dim'])} for {_or(plan['heads'])} query heads",
+        "architecture": f"{plan['architecture']}: {plan['layers']} layers, {_or(plan['kv_heads'])} KV heads"
+        f" of {_or(plan['head_dim'])} for {_or(plan['heads'])} query heads",
         "created": found["created"],
         "calibrated on": f"{text['tokens']:,} tokens of {text['dataset']}, seed {text['seed']}",
         "judged on": f"{held_out['tokens']:,} tokens of {held_out['dataset']}",
@@ -383,14 +331,16 @@ def _or(value: object) -> str:
 def _missing(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> Section | None:
     """What the records do not hold, and what would."""
     absent = {
-        "Other schemes at other bits: kvcal compare --output FOLDER, then kvcal report --comparison FOLDER.": (
+        "Other schemes at other bits: kvcal compare --output FOLDER, kvcal report --comparison FOLDER.": (
             comparison is None
         ),
         "What each layer costs alone: kvcal calibrate --max-kl or --bits-budget.": all(
             run.report["mixed"] is None for run in runs
         ),
         "Long-context tasks: kvcal evaluate --suite.": all(run.suite is None for run in runs),
-        "Channels: statistics.safetensors is not among the records.": all(run.statistics is None for run in runs),
+        "Channels: statistics.safetensors is not among the records.": all(
+            run.statistics is None for run in runs
+        ),
     }
     notes = [line for line, is_absent in absent.items() if is_absent]
     return Section("not-here", "Not measured", notes=notes) if notes else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvcal import capacity, engines, formats, gpus, layer_cache, served_model
@@ -28,10 +29,13 @@ def requests_table(runs: Sequence[Run]) -> tuple[Table | None, list[str]]:
         try:
             caches = _caches(run)
         except KvcalError as error:
-            notes.append(f"{run.name}: {error}")
+            notes.append(f"Requests of {run.name} are not counted: {error}.")
             continue
         for context in _contexts(run):
-            plain, stored = request_bytes(run, caches, context, quantized=False), request_bytes(run, caches, context)
+            plain, stored = (
+                request_bytes(run, caches, context, quantized=False),
+                request_bytes(run, caches, context),
+            )
             rows.append(
                 (run.name, f"{context:,}", _bytes(plain), _bytes(stored), f"{plain / stored:.2f} × less")
             )
@@ -39,32 +43,68 @@ def requests_table(runs: Sequence[Run]) -> tuple[Table | None, list[str]]:
     return (Table(headings, rows) if rows else None), notes
 
 
+@dataclass(frozen=True)
+class Fit:
+    """Requests of ``context`` tokens beside the weights of one GPU; ``how`` its kernels read the codes."""
+
+    gpu: str
+    context: int
+    plain: int
+    stored: int
+    how: str
+
+
 def gpu_table(runs: Sequence[Run]) -> tuple[Table | None, list[str]]:
     """Requests beside the weights on one GPU of each kind, in 16 bits and as each run stores them."""
-    rows, notes = [], []
+    found: dict[str, list[Fit]] = {}
+    notes = []
     for run in runs:
         try:
-            caches, model = _caches(run), _model(run)
-            fmt, engine = _format(run), engines.get(run.report["engine"]["name"])
+            found[run.name] = fits(run)
         except KvcalError as error:
-            notes.append(f"{run.name}: {error}")
+            notes.append(f"{run.name} on a GPU is not counted: {error}.")
             continue
-        context = min(CONTEXT, model.max_context)
-        for name in GPUS:
-            where = Deployment(gpus.get(name), engine, context, page=PAGE)
-            free = capacity.free_bytes(model, where)
-            fitting = [
-                max(0, int(free // request_bytes(run, caches, context, quantized=quantized)))
-                for quantized in (False, True)
-            ]
-            how = capacity.refusal(fmt, model, where) or (
-                "computes in it" if where.gpu.native(fmt) else "dequantizes on load"
-            )
-            rows.append(
-                (run.name, where.gpu.title, f"{context:,}", *(f"{each:,}" for each in fitting), how)
-            )
-    headings = ("run", "GPU", "tokens each", "requests, 16 bits", "requests, quantized", "")
-    return (Table(headings, rows, text=frozenset({0, 1, 5})) if rows else None), notes
+        notes += [_how(run, found[run.name])]
+    if not found:
+        return None, notes
+    headings = ["GPU"]
+    for name, each in found.items():
+        of = "" if len(runs) == 1 else f"{name}, "
+        headings += [f"{of}16 bits, {each[0].context:,} tokens", f"{of}quantized"]
+    rows = [
+        (gpu[0].gpu, *(f"{count:,}" for fit in gpu for count in (fit.plain, fit.stored)))
+        for gpu in zip(*found.values(), strict=True)
+    ]
+    return Table(headings, rows), list(dict.fromkeys(notes))
+
+
+def fits(run: Run) -> list[Fit]:
+    """On one GPU of each kind.
+
+    Raises:
+        KvcalError: there is no checkpoint, or its caches or weights cannot be counted.
+    """
+    caches, model, fmt = _caches(run), _model(run), _format(run)
+    engine = engines.get(run.report["engine"]["name"])
+    context = min(CONTEXT, model.max_context)
+    found = []
+    for name in GPUS:
+        where = Deployment(gpus.get(name), engine, context, page=PAGE)
+        free = capacity.free_bytes(model, where)
+        plain, stored = (
+            max(0, int(free // request_bytes(run, caches, context, quantized=quantized)))
+            for quantized in (False, True)
+        )
+        reads = "computes in it" if where.gpu.native(fmt) else "dequantizes on load"
+        how = capacity.refusal(fmt, model, where) or reads
+        found.append(Fit(where.gpu.title, context, plain, stored, how))
+    return found
+
+
+def _how(run: Run, found: Sequence[Fit]) -> str:
+    ways = dict.fromkeys(fit.how for fit in found)
+    told = (f"{', '.join(fit.gpu for fit in found if fit.how == way)}: {way}" for way in ways)
+    return f"{run.records.plan['format']} on {'; '.join(told)}."
 
 
 def request_bytes(run: Run, caches: Sequence[LayerCache], context: int, *, quantized: bool = True) -> int:
@@ -102,7 +142,7 @@ def _format(run: Run) -> KVFormat:
 
 def _contexts(run: Run) -> list[int]:
     longest = int(run.records.manifest["architecture"]["max_context"])
-    return [context for context in _CONTEXTS if context < longest][-3:] + [longest]
+    return [*[context for context in _CONTEXTS if context < longest][-3:], longest]
 
 
 def _bytes(count: float) -> str:

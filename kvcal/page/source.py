@@ -41,7 +41,7 @@ class Run:
     suite: Mapping[str, Any] | None
 
     @property
-    def report(self) -> Mapping[str, Any]:
+    def report(self) -> dict[str, Any]:
         return self.records.report
 
     @property

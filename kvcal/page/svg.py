@@ -1,7 +1,8 @@
 """Plots as inline SVG: small, sharp at any size, coloured by the page's style sheet, readable without eyes.
 
-Every drawing is an image with a title and a description; colours are classes (``m0`` to ``m9`` for magnitudes,
-``e0`` to ``e9`` for errors), so that dark mode and paper need no second drawing. Text is escaped here.
+Every drawing is an image with a title and a description; colours are classes (``m0`` to ``m9`` for
+magnitudes, ``e0`` to ``e9`` for errors), so that dark mode and paper need no second drawing. Text is escaped
+here.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Literal
 from markupsafe import Markup, escape
 
 LEVELS = 10
-WIDE, HALF = 760, 372  # pixels
+WIDE, HALF = 816, 400  # pixels
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 26, 34
-_CHARACTER = 6.0  # width of one at 11 pixels, about
+_CHARACTER = 6.6  # width of one at 11 pixels, about
 
 Hue = Literal["m", "e"]
 Grid = Sequence[Sequence[float | None]]
@@ -32,7 +33,9 @@ class Scale:
     logarithmic: bool = False
 
     @classmethod
-    def of(cls, values: Iterable[float | None], *, logarithmic: bool = False, start: float | None = None) -> Scale:
+    def of(
+        cls, values: Iterable[float | None], *, logarithmic: bool = False, start: float | None = None
+    ) -> Scale:
         """Over finite values; over positive ones if logarithmic."""
         found = [v for v in values if v is not None and math.isfinite(v) and (v > 0 or not logarithmic)]
         if not found:
@@ -196,12 +199,13 @@ def lines(
         steps = "".join(f"V{at:g}h{wide:.4g}" for at in y)
         parts.append(f'<path class="line {line.kind}" d="M{_LEFT} {y[0]:g}{steps}"/>')
     parts += _across([(_LEFT + (i + 0.5) * wide, i) for i in range(count)], bottom, wide)
-    x = float(_LEFT)
+    parts.append(_text(_LEFT, 14, unit, "start", "axis"))
+    x = _LEFT + _CHARACTER * len(unit) + 16
     for line in series:
         parts.append(f'<path class="line {line.kind}" d="M{x:g} 10h14"/>')
         parts.append(_text(x + 18, 14, line.name, "start"))
         x += 18 + _CHARACTER * len(line.name) + 12
-    parts.append(_text(right, height - 6, f"{columns}; {unit}", "end", "axis"))
+    parts.append(_text(right, height - 6, columns, "end", "axis"))
     return drawing(width, height, title, description, parts)
 
 
@@ -225,7 +229,7 @@ def bars(
     parts = _levels(scale, right, bottom)
     for i, value in enumerate(values):
         tall = max(0.5, scale.place(value) * (bottom - _TOP))
-        kind = "hollow" if i in hollow else f"e{scale.level(value)}"
+        kind = "open" if i in hollow else f"e{scale.level(value)}"
         left = round(_LEFT + i * wide, 1)
         box = f"M{left:g} {bottom}v-{tall:.1f}h{wide - 1:.4g}V{bottom}z"
         parts.append(f'<path class="{kind}" d="{box}"><title>{escape(tip(i))}</title></path>')
@@ -261,10 +265,10 @@ def scatter(
     """Points over a logarithmic height; labels go where they cover nothing, or are left out."""
     right, bottom = width - _RIGHT, height - _BOTTOM
     ys = Scale.of((p.y for p in points), logarithmic=True)
-    ys = Scale(ys.low / 1.4, ys.high * 1.4, logarithmic=True)
+    ys = Scale(ys.low / 1.8, ys.high * 1.4, logarithmic=True)
     xs = Scale.of(p.x for p in points)
     pad = 0.06 * (xs.high - xs.low)
-    xs = Scale(max(0.0, xs.low - pad), xs.high + 2 * pad)
+    xs = Scale(max(0.0, xs.low - pad), xs.high + 2.5 * pad)
     at = {
         id(p): (_LEFT + xs.place(p.x) * (right - _LEFT), bottom - ys.place(p.y) * (bottom - _TOP))
         for p in points
@@ -282,14 +286,26 @@ def scatter(
         x, y = at[id(p)]
         tip = f"{p.name}: {p.x:.3f} bits, {p.y:.4g} nats"
         parts.append(_mark(p.kind, x, y, tip))
-    parts += _labels([(p.name, *at[id(p)], p.kind) for p in points if p.named], list(at.values()), right, bottom)
-    x = float(_LEFT)
+    parts += _labels(
+        [(p.name, *at[id(p)], p.kind) for p in points if p.named], list(at.values()), right, bottom
+    )
+    parts.append(_text(_LEFT, 14, unit, "start", "axis"))
+    x = _LEFT + _CHARACTER * len(unit) + 16
     for kind, text in legend:
         parts.append(_mark(kind, x + 5, 10, text))
         parts.append(_text(x + 15, 14, text, "start"))
         x += 15 + _CHARACTER * len(text) + 16
-    parts.append(_text(right, height - 6, f"{columns}; {unit}", "end", "axis"))
+    parts.append(_text(right, height - 6, columns, "end", "axis"))
     return drawing(width, height, title, description, parts)
+
+
+def _short(value: float) -> str:
+    """Three digits, without an exponent where there is room.
+
+    >>> _short(4043.5), _short(0.30603), _short(0.00002)
+    ('4040', '0.306', '2e-05')
+    """
+    return f"{float(f'{value:.3g}'):g}"
 
 
 def _row_height(rows: int) -> float:
@@ -308,7 +324,7 @@ def _runs(line: Sequence[float | None], scale: Scale) -> Iterable[tuple[int, int
 
 def _legend(scale: Scale, hue: Hue, width: int) -> str:
     """Ten swatches between the least and the largest value, at the upper right."""
-    low, high = f"{scale.low:.3g}", f"{scale.high:.3g}"
+    low, high = _short(scale.low), _short(scale.high)
     end = width - _RIGHT - _CHARACTER * len(high) - 6
     start = end - 9 * LEVELS
     swatches = "".join(f'<path class="{hue}{i}" d="M{start + 9 * i:g} 5h9v9h-9z"/>' for i in range(LEVELS))
@@ -320,7 +336,7 @@ def _levels(scale: Scale, right: float, bottom: float) -> list[str]:
     for tick in scale.ticks():
         y = bottom - scale.place(tick) * (bottom - _TOP)
         parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{right:g}"/>')
-        parts.append(_text(_LEFT - 6, y + 3.5, f"{tick:.3g}", "end"))
+        parts.append(_text(_LEFT - 6, y + 3.5, _short(tick), "end"))
     return parts
 
 

@@ -53,6 +53,8 @@ def read(folder: Path) -> Records:
             for name in ("report", "plan", "manifest")
         )
         recipe = yaml.safe_load((place / "recipe.yaml").read_text(encoding="utf-8"))
+        if not all(isinstance(document, dict) for document in (report, plan, manifest, recipe)):
+            raise TypeError("a document is no object")
     except BROKEN as error:
         raise not_whole(folder, error) from None
     return Records(folder, place, report, plan, manifest, recipe)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvcal import arch
+from kvcal import arch, families
 from kvcal.arch import ModelSpec
 from kvcal.errors import PlanRefused
 from kvcal.layer_cache import positive
@@ -134,7 +134,7 @@ def count(config: Mapping[str, Any]) -> Parameters:
     if family is None:
         raise PlanRefused([f"parameters of model_type {model_type!r} are not counted; give --weights-gib"])
     model = arch.read(config)
-    config = {**arch.FAMILIES[model.model_type].defaults, **config}
+    config = {**families.FAMILIES[model.model_type].defaults, **config}
     hidden, layers = model.hidden_size, len(model.layers)
     matrices, vectors = _attention(config, family, model)
     vectors += (family.norms * layers + 1) * hidden * (2 if family.norm_bias else 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvcal import arch, known_shapes, plan, served_model, sources
+from kvcal import arch, families, known_shapes, plan, served_model, sources
 from kvcal.arch import ModelSpec
 from kvcal.errors import UsageError
 from kvcal.progress import Narrator
@@ -15,7 +15,7 @@ from kvcal.served_model import ServedModel
 
 def spec(config: Mapping[str, Any]) -> ModelSpec:
     """The model behind a ``config.json``; torch is needed only where its family has no row of its own."""
-    if arch.model_type_of(config) in arch.FAMILIES:
+    if families.model_type_of(config) in families.FAMILIES:
         return arch.read(config)
     from kvcal import probe
 

@@ -5,7 +5,7 @@ on a few tokens: :mod:`kvcal.capture` then meets the same calls as with weights.
 whether it attends, with which heads, window, softcap and sinks, whose K and V it reads, and under which names
 its module stands in the model and in checkpoints. It does not tell what numbers would: how RoPE pairs
 channels, which rows of which weight become Q, K and V. Those stay unknown here, and what needs them is
-refused; a row of :data:`kvcal.arch.FAMILIES` states them, and :func:`verify` holds such a row against the
+refused; a row of :data:`kvcal.families.FAMILIES` states them, and :func:`verify` holds such a row against the
 code.
 """
 
@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from kvcal import arch, capture
-from kvcal.arch import LayerSpec, ModelSpec, Projections
+from kvcal import arch, capture, families, model_config
+from kvcal.arch import LayerSpec, ModelSpec
 from kvcal.errors import KvcalError, ModelError
+from kvcal.families import Projections
 
 _TOKENS = 8
 _SIZES = ("hidden_size", "vocab_size", "max_position_embeddings")
@@ -54,29 +55,29 @@ def read(config: Mapping[str, Any]) -> ModelSpec:
         ModelError: a field is missing or cannot be meant.
         PlanRefused: the model is not one that kvcal handles.
     """
-    model_type = arch.model_type_of(config)
-    if model_type in arch.FAMILIES:
+    model_type = families.model_type_of(config)
+    if model_type in families.FAMILIES:
         return arch.read(config)
     parsed = _config_of(model_type, config)
     text = parsed.get_text_config(decoder=True)
     seen = observe(parsed)
     # Asked by their common names, which a class may map to its own.
     common = {name: getattr(text, name, None) for name in _SIZES}
-    sizes = {name: arch.positive_int(common, name) for name in _SIZES}
+    sizes = {name: model_config.positive_int(common, name) for name in _SIZES}
     windows = {found.layer.window for found in seen} - {None}
     softcaps = {found.softcap for found in seen}
     if len(softcaps) > 1:
-        raise arch.unhandled(model_type, "bounds logits in some layers alone")
+        raise families.unhandled(model_type, "bounds logits in some layers alone")
     return ModelSpec(
         model_type=model_type,
-        architecture=arch.architecture_of(config),
-        dtype=arch.dtype_of(config),
+        architecture=model_config.architecture_of(config),
+        dtype=model_config.dtype_of(config),
         hidden_size=sizes["hidden_size"],
         vocab_size=sizes["vocab_size"],
         max_context=sizes["max_position_embeddings"],
         softcap=softcaps.pop(),
         sliding_window=max(windows, default=None),  # type: ignore[type-var]
-        quant_method=arch.quant_method_of(config),
+        quant_method=model_config.quant_method_of(config),
         projections=None,
         qk_norm="none",
         norm_adds_one=False,
@@ -137,7 +138,7 @@ def build(config: Any, *, trust_remote_code: bool = False) -> Any:
         _without_content(section)
     refusal = _no_decoder(config)
     if refusal:
-        raise arch.unhandled(config.model_type, refusal)
+        raise families.unhandled(config.model_type, refusal)
     try:
         with torch.device("meta"):
             model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
@@ -168,14 +169,14 @@ def _config_of(model_type: str, config: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
-        raise arch.unhandled(
+        raise families.unhandled(
             model_type,
             "is not a family that transformers has a class for; the model's own code may have one, but kvcal"
-            " runs only for the families that it knows: " + ", ".join(sorted(arch.FAMILIES)),
+            " runs only for the families that it knows: " + ", ".join(sorted(families.FAMILIES)),
         )
     for section in (config, config.get("text_config")):
         if isinstance(section, Mapping):
-            arch.bounded_layers(section)
+            model_config.bounded_layers(section)
     try:
         kind = CONFIG_MAPPING[model_type]
         return kind.from_dict(kind._decode_special_floats(dict(config)))
@@ -205,7 +206,7 @@ def _no_decoder(config: Any) -> str | None:
     )
 
     if getattr(config, "is_encoder_decoder", False):
-        return arch.ENCODER_DECODER
+        return families.ENCODER_DECODER
     mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     if not getattr(config, "auto_map", None) and not any(type(config) in mapping for mapping in mappings):
         return "is no decoder of text, so it has no KV cache"
@@ -230,12 +231,12 @@ def _run(model: Any, model_type: str) -> list[Seen]:
     except KvcalError:
         raise
     except Exception as error:  # whatever modeling code raises
-        raise arch.unhandled(
+        raise families.unhandled(
             model_type, f"cannot be run without weights, to see what it does: {_one_line(error)}"
         ) from None
     reasons = [why for why in _oddities(calls, model) if why]
     if reasons:
-        raise arch.unhandled(model_type, reasons[0])
+        raise families.unhandled(model_type, reasons[0])
     owners: dict[int, int] = {}
     found = []
     for call in calls:
@@ -289,7 +290,7 @@ def _oddities(calls: Sequence[capture.AttentionCall], model: Any) -> Iterator[st
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     if "chunked_attention" in kinds:
         yield "attends in chunks (layer_types chunked_attention), which kvcal does not emulate"
-    known = model.config.model_type in arch.FAMILIES
+    known = model.config.model_type in families.FAMILIES
     for call in calls:
         if call.expansion is not None:
             if not known:
@@ -320,7 +321,7 @@ def _differences(model: Any, spec: ModelSpec, layer: LayerSpec, seen: Seen) -> I
     for name in ("module", "kind", "window", "heads", "kv_heads", "head_dim", "shares", "own_tensors"):
         yield from _differs(name, getattr(seen.layer, name), getattr(layer, name))
     if layer.rope != "none":  # layers that do not rotate may be handed positions too
-        each = 2 if arch.FAMILIES[spec.model_type].cosines == "pair" else 1
+        each = 2 if families.FAMILIES[spec.model_type].cosines == "pair" else 1
         yield from _differs("rotary_dim", seen.layer.rotary_dim * each, layer.rotary_dim)
     yield from _differs("softcap", seen.softcap, spec.softcap)
     yield from _differs("sinks", seen.sinks, spec.sinks)

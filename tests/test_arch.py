@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
-from kvcal import arch, capture, sources
+from kvcal import arch, capture, families, sources
 from kvcal.errors import KvcalError, ModelError, PlanRefused
 from tests import tiny
 
@@ -324,7 +324,7 @@ SPARSE: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"] * 7,
     },
     "cohere2 with a pattern": {"model_type": "cohere2", "sliding_window": 24, "sliding_window_pattern": 3},
-    **{f"{family} with defaults": {"model_type": family} for family in arch.FAMILIES},
+    **{f"{family} with defaults": {"model_type": family} for family in families.FAMILIES},
 }
 
 
@@ -364,7 +364,7 @@ def test_family_is_refused_by_name(model_type: str, why: str) -> None:
 
 
 def test_no_family_is_both_handled_and_refused() -> None:
-    assert not arch.FAMILIES.keys() & arch._REFUSED_FAMILIES.keys()
+    assert not families.FAMILIES.keys() & families.REFUSED.keys()
 
 
 @pytest.mark.parametrize("kind", ["linear_attention", "chunked_attention", "mamba"])
@@ -426,7 +426,7 @@ FIELDS += ["rope_parameters", "rope_scaling", "partial_rotary_factor", "rotary_p
 
 
 @settings(deadline=None)
-@given(st.sampled_from(sorted(arch.FAMILIES)), st.dictionaries(st.sampled_from(FIELDS), json_values))
+@given(st.sampled_from(sorted(families.FAMILIES)), st.dictionaries(st.sampled_from(FIELDS), json_values))
 def test_any_json_gives_a_spec_or_a_kvcal_error(family: str, fields: dict[str, Any]) -> None:
     try:
         spec = arch.read(CONFIG | {"model_type": family} | fields)

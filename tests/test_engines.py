@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvcal import arch, engines, formats, granularity
+from kvcal import arch, engines, families, formats, granularity
 from kvcal.arch import ModelSpec
 from kvcal.engine_spec import Deliver, EngineSpec
 from kvcal.errors import UsageError
@@ -254,7 +254,7 @@ def test_every_row_speaks_of_formats_and_granularities_that_exist(engine: Engine
     assert bool(engine.scale_suffixes) == bool(engine.loads_scales)
     assert bool(engine.base_quant_methods) == (bool(engine.loads_scales) and not engine.standalone)
     assert not engine.unread.keys() & set(engine.loads_scales)
-    assert set(engine.families or ()) <= arch.FAMILIES.keys()
+    assert set(engine.families or ()) <= families.FAMILIES.keys()
     assert engine.source
     assert engine.title
     assert engines.get(engine.name) is engine

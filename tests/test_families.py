@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvcal import arch, folding
+from kvcal import families, folding
 from tests import tiny
 
 
 def test_the_table_of_families_is_the_tested_one() -> None:
-    assert tiny.FAMILIES.keys() | tiny.LATENT_FAMILIES.keys() == arch.FAMILIES.keys()
+    assert tiny.FAMILIES.keys() | tiny.LATENT_FAMILIES.keys() == families.FAMILIES.keys()
 
 
 # Rounding that sends a token to other experts, and from there through linear layers, is not small any more.

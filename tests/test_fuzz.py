@@ -16,7 +16,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcal import arch, check, models, plan, recipe, sources, unfold
+from kvcal import arch, check, families, models, plan, recipe, sources, unfold
 from kvcal.errors import KvcalError
 from tests.conftest import Outcome
 
@@ -228,7 +228,7 @@ def test_config_with_mutated_fields(config: dict[str, Any]):
     resolve(config)
 
 
-@pytest.mark.parametrize("family", sorted(arch.FAMILIES))
+@pytest.mark.parametrize("family", sorted(families.FAMILIES))
 @settings(fuzz, max_examples=10)
 @given(st.sampled_from(sorted(VALID_CONFIG)), TREES)
 def test_config_of_each_family_with_any_value_in_a_field(family: str, field: str, value: Any):

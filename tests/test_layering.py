@@ -19,6 +19,8 @@ RANKS: dict[str, float] = {
     "formats": 1,
     "granularity": 1,
     "latent": 1,
+    "model_config": 1.2,
+    "families": 1.5,
     "arch": 2,
     "gpus": 1.5,
     "known_shapes": 1,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from kvcal import arch, known_shapes, parameters
+from kvcal import families, known_shapes, parameters
 from kvcal.errors import PlanRefused
 from tests import tiny
 
@@ -87,7 +87,7 @@ def test_weights_of_a_dense_model_are_read_whole_but_for_the_embedding() -> None
     assert found.bytes(8) == pytest.approx(found.total + 2 * 128256 * 4096, rel=1e-4)
 
 
-@pytest.mark.parametrize("family", sorted({*arch.FAMILIES, "mamba"} - _COUNTED))
+@pytest.mark.parametrize("family", sorted({*families.FAMILIES, "mamba"} - _COUNTED))
 def test_other_families_are_refused_with_what_would_work(family: str) -> None:
     with pytest.raises(PlanRefused, match="give --weights-gib"):
         parameters.count({"model_type": family})

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import CONFIG_MAPPING
 
-from kvcal import arch, capture, probe, sources
+from kvcal import arch, capture, families, probe, sources
 from kvcal.errors import ModelError, PlanRefused
 from tests import tiny
 
@@ -88,10 +88,10 @@ def test_wrong_layer_of_the_table_is_named(family: str, changes: dict[str, Any],
         ("llama", {"key_bias": True}, "layer 0: key_bias is False"),
         ("qwen3_next", {"output_gate": False}, "layer 0: q_proj.weight is \\(192, 96\\)"),
         ("qwen3", {"qk_norm": "full"}, "layer 0: q_norm.weight is \\(16,\\)"),
-        ("llama", {"projections": arch.Projections(o="out")}, "layer 0: out.weight is None"),
+        ("llama", {"projections": families.Projections(o="out")}, "layer 0: out.weight is None"),
         (
             "gpt2",
-            {"projections": arch.Projections("c_attn", "c_attn", "c_attn", "c_proj", "blocks")},
+            {"projections": families.Projections("c_attn", "c_attn", "c_attn", "c_proj", "blocks")},
             "layer 0: c_attn.weight is \\(96, 288\\) in the code of X, .* says \\(288, 96\\)",
         ),
     ],

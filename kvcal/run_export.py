@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvcal import check, engines, models, opening, plan, probe, scales, sources
+from kvcal import check, engines, models, opening, plan, probe, report, scales, sources
 from kvcal.engine_spec import EngineSpec
 from kvcal.errors import CheckFailed, ModelError, PlanRefused
 from kvcal.export import bundle, modelopt, targets
@@ -21,7 +21,6 @@ _KEPT = (
     "samples.json",
     "report.json",
     "report.md",
-    "report.html",
     "mixed.json",
     "folds.json",
     "folds.safetensors",
@@ -186,6 +185,7 @@ def _write_records(folder: Path, records: Path, resolved: plan.Plan, found: scal
         if (folder / bundle.RECORDS / name).is_file():
             shutil.copyfile(folder / bundle.RECORDS / name, records / name)
     (records / "recipe.yaml").write_text(resolved.recipe.to_yaml(), encoding="utf-8")
+    bundle.write_json(records / "plan.json", report.plan_document(resolved, str(folder)))
     if found is not None:
         found.save(records / "scales.safetensors")
 

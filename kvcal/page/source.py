@@ -17,6 +17,7 @@ from kvcal.statistics import Statistics
 from kvcal.transforms.record import Transforms
 
 SUITE = "suite.json"
+EXPORT = "export.json"
 COMPARISON = "compare.json"
 
 
@@ -31,6 +32,7 @@ class Run:
         statistics: None if they were not kept.
         transforms: what is folded into its weights; None if nothing is.
         suite: the record of long-context tasks; None if none was run.
+        exported: how the scales came into the form of another engine; None if they are in the first one's.
     """
 
     name: str
@@ -39,6 +41,13 @@ class Run:
     statistics: Statistics | None
     transforms: Transforms | None
     suite: Mapping[str, Any] | None
+    exported: Mapping[str, Any] | None
+
+    @property
+    def engine(self) -> Mapping[str, Any]:
+        """Name and version of what the checkpoint is written for."""
+        found: Mapping[str, Any] = (self.records.plan if self.exported else self.report)["engine"]
+        return found
 
     @property
     def report(self) -> dict[str, Any]:
@@ -77,6 +86,7 @@ def _load(folder: Path, name: str) -> Run:
         statistics=_statistics(statistics) if statistics.is_file() else None,
         transforms=Transforms.load(transforms) if transforms.is_file() else None,
         suite=_json(place / SUITE) if (place / SUITE).is_file() else None,
+        exported=_json(place / EXPORT) if (place / EXPORT).is_file() else None,
     )
 
 

@@ -668,3 +668,24 @@ def test_a_larger_family_is_drawn_too(tmp_path: Path) -> None:
     """Sliding windows, QK-norm, one more head."""
     folder = calibrated(tiny.save(tmp_path / "gemma", "gemma3_text", head_dim=32), tmp_path / "out")
     assert "capacity" in read(place(folder) / "report.html").anchors
+
+
+def test_an_exported_checkpoint_is_served_by_its_own_engine(fp8: Path, tmp_path: Path, kvcal: Kvcal) -> None:
+    assert kvcal("export", fp8, "--engine", "sglang", "--output", "sgl").code == 0
+    done = kvcal("report", "sgl")
+    assert done.code == 0, done.stderr
+    page = read(tmp_path / "sgl" / "kvcal" / "report.html")
+    (serve,) = page.root.iter("pre")
+    assert (
+        "".join(serve.itertext())
+        == "python -m sglang.launch_server --model-path sgl --kv-cache-dtype fp8_e4m3"
+    )
+    assert "for sglang 0.5" in page.text
+    assert "per_head then and are per_tensor now" in page.text
+    assert "SGLang takes no scale of Q" in page.text
+    assert "vllm serve" not in page.text
+    assert kvcal("export", fp8, "--engine", "kernel", "--output", "vectors").code == 0
+    assert kvcal("report", "vectors").code == 0
+    alone = read(tmp_path / "vectors" / "kvcal" / "report.html")
+    assert list(alone.root.iter("pre")) == []
+    assert "No checkpoint was written" not in alone.text

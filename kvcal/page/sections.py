@@ -69,7 +69,10 @@ def _exported(run: Run) -> list[str]:
     reduced = found["reduced_from"]
     how = f"; its scales were {reduced} then and are {found['granularity']} now" if reduced else ""
     first = f"{run.name} was written for {found['engine']} from a calibration for {found['from']}"
-    return [f"{first}, which was measured{how}.", *(f"{notice[0].upper()}{notice[1:]}." for notice in found["notices"])]
+    return [
+        f"{first}, which was measured{how}.",
+        *(f"{notice[0].upper()}{notice[1:]}." for notice in found["notices"]),
+    ]
 
 
 def _limits(runs: Sequence[Run]) -> Section | None:

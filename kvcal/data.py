@@ -267,16 +267,16 @@ def _document(dataset: str, column: str, value: Any) -> Document:
 
 def _windows(documents: list[Document], tokenizer: Any, seq_len: int) -> Iterator[tuple[int, ...]]:
     """Documents joined and cut; each window begins as a served prompt does, with BOS if there is one."""
-    bos = _bos(tokenizer)
-    room = seq_len - len(bos)
+    start = bos(tokenizer)
+    room = seq_len - len(start)
     buffer: list[int] = []
     for document in documents:
         buffer += tokenizer(f"{document}\n\n", add_special_tokens=False)["input_ids"]
         while len(buffer) >= room:
-            yield (*bos, *buffer[:room])
+            yield (*start, *buffer[:room])
             buffer = buffer[room:]
     if buffer:
-        yield (*bos, *buffer)
+        yield (*start, *buffer)
 
 
 def _rows(documents: list[Document], tokenizer: Any, seq_len: int) -> Iterator[tuple[int, ...]]:
@@ -294,11 +294,11 @@ def _rows(documents: list[Document], tokenizer: Any, seq_len: int) -> Iterator[t
         yield tuple(ids[:seq_len])
 
 
-def _bos(tokenizer: Any) -> list[int]:
+def bos(tokenizer: Any) -> list[int]:
     """The ids that the tokenizer puts before every text."""
     with_special, without = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
-    bos = getattr(tokenizer, "bos_token_id", None)
-    return [bos] if bos is not None and with_special[:1] == [bos] and without[:1] != [bos] else []
+    first = getattr(tokenizer, "bos_token_id", None)
+    return [first] if first is not None and with_special[:1] == [first] and without[:1] != [first] else []
 
 
 def _pad(samples: list[tuple[int, ...]], side: Literal["left", "right"], chunk: int | None) -> Batch:

@@ -22,6 +22,8 @@ from kvcal.data import Batch, TokenSet
 from kvcal.errors import ModelError
 from kvcal.plan import Plan
 
+NOT_FINITE = "the model's logits hold NaN or infinity; look for a non-finite weight after attention"
+
 
 @dataclass(frozen=True)
 class Fidelity:
@@ -191,9 +193,7 @@ class _Tally:
     def fidelity(self) -> Fidelity:
         kl = torch.cat(self._kl)
         if not bool(kl.isfinite().all()):
-            raise ModelError(
-                "the model's logits hold NaN or infinity; look for a non-finite weight after attention"
-            )
+            raise ModelError(NOT_FINITE)
         return Fidelity(
             kl_mean=float(kl.mean()),
             kl_p99=float(kl.quantile(0.99)),

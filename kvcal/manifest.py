@@ -87,8 +87,8 @@ def build(
         "calibration": _text_record(text, plan.recipe.calibration) | {"seed": plan.recipe.calibration.seed},
         "evaluation": _text_record(held_out, plan.recipe.evaluation),
         "seconds": seconds,
-        "versions": _versions(),
-        "machine": _machine(),
+        "versions": versions(),
+        "machine": machine(),
     }
 
 
@@ -101,7 +101,7 @@ def _text_record(found: TokenSet, wanted: Text) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     names = ("torch", "transformers", "safetensors", "compressed-tensors", "datasets", "tokenizers", "triton")
     found = {"python": platform.python_version()}
     for name in names:
@@ -112,7 +112,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvcal import data, mixed, models, placement, plan, probe, sources
+from kvcal import data, mixed, models, placement, plan, probe, scales, sources
 from kvcal import recipe as recipes
+from kvcal.cache import QuantizedCache
 from kvcal.errors import ModelError, PlanRefused, UsageError
 from kvcal.export import bundle, modelopt
 from kvcal.placement import Placement
@@ -158,3 +159,33 @@ def base_quantization(folder: Path) -> dict[str, Any] | None:
     if section.get("config_groups") == {} or section.get("ignore") == ["*"]:  # as kvcal writes it
         return None
     return {key: value for key, value in section.items() if key != "kv_cache_scheme"}
+
+
+def reopen(
+    folder: Path, request: Request, changes: Mapping[str, Any], narrator: Narrator
+) -> tuple[Any, Plan, QuantizedCache, Any]:
+    """A checkpoint with its model, plan, cache and tokenizer, the recipe's fields replaced by ``changes``.
+
+    Raises:
+        ModelError: also for scales of other layers than its config announces.
+    """
+    quiet_libraries()
+    resolved = recorded_plan(folder, changes)
+    cache = _written_cache(folder, resolved)
+    tokenizer = models.load_tokenizer(folder, request.trust)
+    model = load(folder, resolved, request.placement, request, narrator)
+    return model, resolved, cache, tokenizer
+
+
+def _written_cache(folder: Path, resolved: Plan) -> QuantizedCache:
+    """The cache that the engine keeps for a checkpoint."""
+    skipped = resolved.skipped_layers
+    if resolved.format.dynamic:
+        return QuantizedCache(resolved.format, skipped=skipped)
+    if resolved.granularity is None:
+        return QuantizedCache(resolved.format, scales.unit(resolved), skipped=skipped)
+    found = recorded_scales(folder)
+    announced = {layer.index: set(recipes.SIDES) for layer in resolved.layers}
+    if {index: set(sides) for index, sides in found.layers.items()} != announced:
+        raise ModelError(f"{folder}: its scales cover other layers than its config.json announces")
+    return QuantizedCache(resolved.format, found, skipped=skipped)

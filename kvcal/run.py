@@ -278,7 +278,7 @@ def run_validate(
     folder: Path, request: Request, changes: dict[str, Any], narrator: Narrator
 ) -> validate.Validation:
     """Validate a written checkpoint again, on held-out text."""
-    model, resolved, cache, tokenizer = _reopen(folder, request, changes, narrator)
+    model, resolved, cache, tokenizer = opening.reopen(folder, request, changes, narrator)
     return measure.validated(model, cache, opening.held_out_text(resolved, tokenizer, narrator), narrator)
 
 
@@ -286,7 +286,7 @@ def run_evaluate(
     folder: Path, request: Request, changes: dict[str, Any], narrator: Narrator
 ) -> evaluate.Evaluation:
     """Evaluate a written checkpoint again, on held-out text."""
-    model, resolved, cache, tokenizer = _reopen(folder, request, changes, narrator)
+    model, resolved, cache, tokenizer = opening.reopen(folder, request, changes, narrator)
     held_out = opening.held_out_text(resolved, tokenizer, narrator)
     with narrator.bar("evaluate", held_out.tokens) as on_tokens:
         return evaluate.evaluate(model, resolved, cache, held_out, on_tokens=on_tokens)
@@ -374,31 +374,6 @@ def _open(
     source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
     text = opening.calibration_text(resolved, models.load_tokenizer(source.folder, request.trust), narrator)
     return opening.load(source.folder, resolved, where, request, narrator), resolved, text
-
-
-def _reopen(
-    folder: Path, request: Request, changes: dict[str, Any], narrator: Narrator
-) -> tuple[Any, plan.Plan, QuantizedCache, Any]:
-    opening.quiet_libraries()
-    resolved = opening.recorded_plan(folder, changes)
-    cache = _written_cache(folder, resolved)
-    tokenizer = models.load_tokenizer(folder, request.trust)
-    model = opening.load(folder, resolved, request.placement, request, narrator)
-    return model, resolved, cache, tokenizer
-
-
-def _written_cache(folder: Path, resolved: plan.Plan) -> QuantizedCache:
-    """The cache that the engine keeps for a checkpoint."""
-    skipped = resolved.skipped_layers
-    if resolved.format.dynamic:
-        return QuantizedCache(resolved.format, skipped=skipped)
-    if resolved.granularity is None:
-        return QuantizedCache(resolved.format, scales.unit(resolved), skipped=skipped)
-    found = opening.recorded_scales(folder)
-    announced = {layer.index: set(recipes.SIDES) for layer in resolved.layers}
-    if {index: set(sides) for index, sides in found.layers.items()} != announced:
-        raise ModelError(f"{folder}: its scales cover other layers than its config.json announces")
-    return QuantizedCache(resolved.format, found, skipped=skipped)
 
 
 def _default_output(source: sources.Source, resolved: plan.Plan) -> Path:

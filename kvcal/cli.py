@@ -10,7 +10,7 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +27,7 @@ from kvcal.options import (
     Column,
     Dataset,
     Deliver,
+    Depths,
     Device,
     DeviceMap,
     Engine,
@@ -38,20 +39,26 @@ from kvcal.options import (
     Json,
     Junit,
     MaxKL,
+    MaxLength,
     MaxMemory,
     Model,
+    PromptsEach,
     RecipeName,
     Revision,
+    RoundQuery,
     Samples,
     Schemes,
     Seed,
     SeqLen,
     Split,
+    SuiteName,
+    SuiteSeed,
     Summary,
     TrustRemoteCode,
     changes,
     recipe_named,
     request_of,
+    suite_of,
 )
 
 app = typer.Typer(
@@ -395,16 +402,25 @@ def evaluate(
     device: Device = "auto",
     device_map: DeviceMap = "one",
     max_memory: MaxMemory = None,
+    suite: SuiteName = None,
+    max_length: MaxLength = None,
+    depths: Depths = None,
+    prompts: PromptsEach = None,
+    seed: SuiteSeed = None,
+    round_query: RoundQuery = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Measure KL, agreement and perplexity over the quantized cache, on held-out text.
 
+    With --suite: on the model's own text and in retrieval tasks too, whose scores over both caches are
+    compared; the record is kvcal/suite.json in the folder.
+
     Example: kvcal evaluate out/demo --dataset notes.txt --samples 4
     """
-    from kvcal import report, run
+    from kvcal import report, run, run_suite, suite_report
 
-    wanted = changes(ctx, EVALUATION_FIELDS)
+    wanted, wanted_suite = changes(ctx, EVALUATION_FIELDS), suite_of(ctx)
     request = request_of(
         str(folder),
         device=device,
@@ -412,12 +428,19 @@ def evaluate(
         device_map=device_map,
         max_memory=max_memory,
     )
-    found = run.run_evaluate(folder, request, wanted, terminal.narrator())
-    document = report.fidelity_document(found)
+    document: dict[str, Any]
+    if wanted_suite is None:
+        found = run.run_evaluate(folder, request, wanted, terminal.narrator())
+        document, show = report.fidelity_document(found), report.print_fidelity
+    else:
+        document = run_suite.run_suite(
+            folder, request, wanted, wanted_suite, round_query=round_query, narrator=terminal.narrator()
+        )
+        show = suite_report.print_suite
     if as_json:
         terminal.print_json(document)
     else:
-        report.print_fidelity(terminal.console(), document)
+        show(terminal.console(), document)
 
 
 def main() -> None:

@@ -26,8 +26,8 @@ class Continuations:
         kl_low: lower end of its confidence interval over prompts: bootstrap; None of a single prompt.
         kl_high: its upper end.
         top1_agreement: share of tokens that the quantized cache finds likeliest too.
-        reference_agreement: the same of the unquantized cache, run in chunks as the quantized one was; below 1
-            only by the arithmetic of the machine.
+        reference_agreement: the same of the unquantized cache, run in chunks as the quantized one was; less
+            than 1 only by the arithmetic of the machine.
         divergence: per prompt, tokens before the quantized cache's own text is another one; None where it
             never is.
         lengths: tokens of each continuation.

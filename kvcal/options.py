@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcal.errors import UsageError
+
 if TYPE_CHECKING:
     from kvcal.opening import Request
     from kvcal.recipe import Recipe
@@ -94,6 +96,29 @@ Summary = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Folder = Annotated[Path, typer.Argument(help="A checkpoint folder that kvcal wrote.")]
 
+SuiteName = Annotated[
+    str | None,
+    typer.Option(
+        "--suite",
+        help="quick (minutes on a CPU), long (needles up to --max-length) or full (everything up to it).",
+    ),
+]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(
+        "--max-length", min=1, help="Longest prompt of a suite, answer included; the model's context."
+    ),
+]
+Depths = Annotated[int | None, typer.Option("--depths", min=1, help="Depths that a suite's needles lie at.")]
+PromptsEach = Annotated[
+    int | None, typer.Option("--prompts", min=1, help="Prompts of a suite per length and depth.")
+]
+SuiteSeed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of a suite's prompts.")]
+RoundQuery = Annotated[
+    bool,
+    typer.Option("--round-query", help="In a suite also round Q, as kernels that attend in FP8 do."),
+]
+
 Schemes = Annotated[
     str | None,
     typer.Option(
@@ -139,6 +164,22 @@ def changes(ctx: typer.Context, fields: dict[str, tuple[str, ...]]) -> dict[str,
         for path in paths
         if ctx.params.get(option) is not None
     }
+
+
+def suite_of(ctx: typer.Context) -> dict[str, Any] | None:
+    """What a command line asks of a suite; None without one.
+
+    Raises:
+        UsageError: it asks something of a suite and names none.
+    """
+    fields = {"max_length": "max_length", "depths": "depths", "prompts": "each", "seed": "seed"}
+    given = {field: ctx.params[option] for option, field in fields.items() if ctx.params[option] is not None}
+    if ctx.params["suite"] is not None:
+        return {"name": ctx.params["suite"], **given}
+    asked = [option for option in (*fields, "round_query") if ctx.params[option] not in (None, False)]
+    if asked:
+        raise UsageError(f"--{asked[0].replace('_', '-')} is for suites; add --suite quick, long or full")
+    return None
 
 
 def recipe_named(name: str | None, changes: dict[str, Any]) -> Recipe:

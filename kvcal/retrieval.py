@@ -8,6 +8,7 @@ asked of it.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,38 +59,42 @@ class Task:
     draft: Callable[[str, int, float | None], Draft]
 
 
-_SUBJECTS = (
+def _listing(text: str) -> list[str]:
+    return text.split("|")
+
+
+_SUBJECTS = _listing(
     "baker|gardener|pilot|teacher|sailor|painter|doctor|farmer|singer|carpenter|librarian|tailor|miner|"
     "weaver|printer|shepherd|cook|judge|potter|clerk|guard|porter|chemist|dancer"
-).split("|")
-_VERBS = (
+)
+_VERBS = _listing(
     "counted|painted|repaired|carried|described|measured|sorted|watched|borrowed|cleaned|ordered|copied|"
     "forgot|wrapped|weighed|sketched|returned|polished|praised|stacked"
-).split("|")
-_THINGS = (
+)
+_THINGS = _listing(
     "old lamps|wooden boxes|blue plates|paper maps|small bells|clay jars|warm coats|long ropes|green chairs|"
     "iron gates|glass beads|heavy books|round tables|white sheets|empty barrels|silver spoons|stone steps|"
     "brass keys|dry leaves|soft blankets|tall ladders|broken clocks"
-).split("|")
-_PLACES = (
+)
+_PLACES = _listing(
     "near the harbour|behind the mill|in the garden|under the bridge|at the station|by the river|"
     "in the workshop|on the hill|beside the church|along the road|in the cellar|at the market|"
     "across the square|inside the barn|above the shop|outside the school"
-).split("|")
-_TIMES = (
+)
+_TIMES = _listing(
     "before noon|after the rain|in early spring|late at night|on a quiet day|during the winter|at sunrise|"
     "last autumn|between two storms|for the third time|without a word|with great care"
-).split("|")
-_CITIES = (
+)
+_CITIES = _listing(
     "Lisbon|Oslo|Cairo|Lima|Dublin|Prague|Nairobi|Havana|Athens|Kyoto|Vienna|Boston|Madrid|Delhi|Sydney|"
     "Geneva|Warsaw|Tunis|Quito|Riga|Seoul|Milan|Accra|Berlin"
-).split("|")
-_WORDS = (
+)
+_WORDS = _listing(
     "apple|bridge|candle|desert|engine|forest|guitar|hammer|island|jacket|kitchen|ladder|market|needle|orange|"
     "pencil|quarter|river|saddle|temple|uncle|valley|window|yellow|anchor|basket|carpet|dragon|eagle|feather|"
     "garden|helmet|insect|jungle|kettle|lemon|mirror|nation|ocean|palace|rabbit|shadow|thunder|velvet|wagon"
-).split("|")
-_TOPICS = "rivers|owls|bread|trains|snow|music|horses|lighthouses".split("|")
+)
+_TOPICS = _listing("rivers|owls|bread|trains|snow|music|horses|lighthouses")
 _FORMS = ("short note", "riddle", "little story")
 _ORDINALS = ("first", "second", "third", "fourth")
 
@@ -140,7 +145,7 @@ def _variables(draw: str, lines: int, depth: float | None) -> Draft:
     values = [str(n) for n in facts.sample(range(10000, 100000), _CHAINS)]
     chains = [names[i * _HOPS : (i + 1) * _HOPS] for i in range(_CHAINS)]
     queues = [
-        [f"VAR {chain[0]} = {value}", *(f"VAR {b} = VAR {a}" for a, b in zip(chain, chain[1:], strict=False))]
+        [f"VAR {chain[0]} = {value}", *(f"VAR {b} = VAR {a}" for a, b in itertools.pairwise(chain))]
         for chain, value in zip(chains, values, strict=True)
     ]
     hidden = []  # in an order in which each variable is set before it is used
@@ -286,10 +291,7 @@ def _placed(
     """Hidden lines among others: at depth 0 before the first, at 1 behind the last."""
     chance = random.Random(f"{draw}/places")
     hidden = chance.sample(hidden, len(hidden)) if shuffled else hidden
-    if depth is None:
-        depths = sorted(chance.random() for _ in hidden)
-    else:
-        depths = [depth] * len(hidden)
+    depths = sorted(chance.random() for _ in hidden) if depth is None else [depth] * len(hidden)
     text = list(others)
     for line, at in reversed(list(zip(hidden, depths, strict=True))):
         text.insert(round(at * len(others)), line)

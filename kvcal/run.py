@@ -34,7 +34,6 @@ from kvcal import (
     probe,
     report,
     run_ranks,
-    scales,
     sources,
     tensor_parallel,
     unfold,
@@ -42,8 +41,7 @@ from kvcal import (
     weights,
 )
 from kvcal import recipe as recipes
-from kvcal.cache import QuantizedCache
-from kvcal.errors import ModelError, PlanRefused, UsageError
+from kvcal.errors import PlanRefused, UsageError
 from kvcal.export import bundle, naming, targets
 from kvcal.opening import Request
 from kvcal.page import render

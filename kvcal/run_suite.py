@@ -66,9 +66,8 @@ def run_suite(
         with narrator.bar("evaluate", held_out.tokens) as on_tokens:
             text = evaluate.evaluate(model, resolved, cache, held_out, on_tokens=on_tokens)
         clock.lap("evaluate")
-        prompts = [
-            sample[: min(_PROMPT_TOKENS, len(sample) // 2)] for sample in held_out.samples[: chosen.continuations]
-        ]
+        samples = held_out.samples[: chosen.continuations]
+        prompts = [sample[: min(_PROMPT_TOKENS, len(sample) // 2)] for sample in samples]
         with narrator.bar("continue", sum(map(len, prompts))) as on_tokens:
             continued = continuations.measure(
                 model,

@@ -36,8 +36,8 @@ def ratio(answer: str, ideal: str) -> float:
 def bounds(scores: Sequence[float]) -> tuple[float, float]:
     """Confidence interval of the mean of scores between 0 and 1.
 
-    Clopper and Pearson's for a share of right answers. Scores between 0 and 1 vary no more than right and wrong
-    of the same mean, so that it is wide enough for them too.
+    Clopper and Pearson's for a share of right answers. Scores between 0 and 1 vary no more than right and
+    wrong of the same mean, so that it is wide enough for them too.
     """
     n, total, tail = len(scores), float(sum(scores)), (1 - CONFIDENCE) / 2
     low = 0.0 if total <= 0 else float(stats.beta.ppf(tail, total, n - total + 1))
@@ -45,7 +45,9 @@ def bounds(scores: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def difference_bounds(reference: Sequence[float], quantized: Sequence[float], seed: int) -> tuple[float, float]:
+def difference_bounds(
+    reference: Sequence[float], quantized: Sequence[float], seed: int
+) -> tuple[float, float]:
     """Confidence interval of the mean difference of pairs, quantized less reference: paired bootstrap.
 
     Resampling pairs that are all alike would claim certainty. Then the interval is that of a change which may

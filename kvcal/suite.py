@@ -1,4 +1,4 @@
-"""Suites: which tasks at which lengths, run over both caches on the same prompts, and what follows from it."""
+"""Suites: which tasks at which lengths, over both caches on the same prompts, and what follows from it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from kvcal import generation, prompts, retrieval, scoring
+from kvcal import generation, prompts, scoring
 from kvcal.errors import UsageError
 from kvcal.generation import Served
 from kvcal.prompts import Prompt
@@ -50,7 +50,8 @@ class Suite:
     @property
     def tokens(self) -> int:
         """Of all retrieval prompts together, over one cache."""
-        return len(self.depths) * self.prompts * (sum(self.lengths) + sum(self.task_lengths) * (len(TASKS) - 1))
+        each = sum(self.lengths) + sum(self.task_lengths) * (len(TASKS) - 1)
+        return len(self.depths) * self.prompts * each
 
 
 def resolve(

@@ -10,7 +10,7 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -428,19 +428,18 @@ def evaluate(
         device_map=device_map,
         max_memory=max_memory,
     )
-    document: dict[str, Any]
     if wanted_suite is None:
-        found = run.run_evaluate(folder, request, wanted, terminal.narrator())
-        document, show = report.fidelity_document(found), report.print_fidelity
+        document = report.fidelity_document(run.run_evaluate(folder, request, wanted, terminal.narrator()))
     else:
         document = run_suite.run_suite(
             folder, request, wanted, wanted_suite, round_query=round_query, narrator=terminal.narrator()
         )
-        show = suite_report.print_suite
     if as_json:
         terminal.print_json(document)
+    elif wanted_suite is None:
+        report.print_fidelity(terminal.console(), document)
     else:
-        show(terminal.console(), document)
+        suite_report.print_suite(terminal.console(), document)
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ class Served:
     chunk: int = 4096
 
 
-class WrittenCache(DynamicCache):
+class WrittenCache(DynamicCache):  # type: ignore[misc]
     """A cache of transformers whose K and V are written as ``held`` would give them back."""
 
     def __init__(self, config: Any, held: QuantizedCache):

@@ -101,6 +101,7 @@ RANKS: dict[str, float] = {
     "suite": 9.5,
     "suite_report": 10.6,
     "run_suite": 11,
+    "harness": 11,
     "observers": 9,
     "sensitivity": 9.4,
     "folding": 9.5,

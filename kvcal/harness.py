@@ -1,7 +1,7 @@
 """A checkpoint over its quantized cache as a model of lm-evaluation-harness.
 
-``python -m kvcal.harness`` is the harness's own command line with one model more: the harness looks for models
-in its registry alone, which this module enters when it is imported. For example::
+``python -m kvcal.harness`` is the harness's own command line with one model more: it looks for models in its
+registry alone, which this module enters when it is imported. For example::
 
     python -m kvcal.harness --model kvcal --model_args pretrained=out/demo --tasks lambada_openai
 

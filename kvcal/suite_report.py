@@ -60,7 +60,8 @@ def print_suite(console: Console, found: Document) -> None:
         highlight=False,
     )
     for side, title in (("reference", "16-bit cache"), ("quantized", "quantized cache")):
-        console.print(_heat_map(needle, side, title))
+        console.print(title)
+        console.print(_heat_map(needle, side))
     console.print()
     _print_tasks(console, found["tasks"])
     if found["areas"]:
@@ -86,8 +87,8 @@ def _print_continuations(console: Console, found: Document) -> None:
     )
 
 
-def _heat_map(needle: Document, side: str, title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1))
+def _heat_map(needle: Document, side: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
     table.add_column("depth", justify="right")
     for length in needle["lengths"]:
         table.add_column(f"{length:,}", justify="right", no_wrap=True)

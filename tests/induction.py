@@ -1,8 +1,8 @@
 """A model built by hand that copies: it finds where its last characters stood before and says what followed.
 
-StableLM of two layers, whose heads turn a quarter of their channels by position. In the first layer head ``h``
-attends to the character ``h`` places back, by position alone, and notes it down. In the second a head compares
-these notes with those of every earlier place, by content alone, and writes the character that stood there.
+StableLM of two layers, whose heads turn a quarter of their channels by position. In the first layer each head
+attends to the character so many places back, by position alone, and notes it down. In the second one head
+compares these notes with those of every earlier place, by content alone, and writes the character from there.
 It has no other knowledge: it can find a needle, and it can do none of the tasks that want more than a copy.
 """
 
@@ -63,7 +63,7 @@ def build() -> StableLmForCausalLM:
 
 
 def _look_back(attention: torch.nn.Module) -> None:
-    """Head ``h`` finds its key ``h + 1`` places back, where all its pairs of channels agree, and copies it."""
+    """Head ``h`` finds its key ``h + 1`` places back, where all its pairs of channels agree."""
     angles = THETA ** (-torch.arange(TURNED // 2) / (TURNED // 2))
     for head in range(BACK):
         rows = slice(head * HEAD_DIM, head * HEAD_DIM + TURNED)

@@ -48,7 +48,7 @@ def plant_small_scales(folder: Path) -> None:
     Scales({i: {s: t / 64 for s, t in sides.items()} for i, sides in found.layers.items()}).save(path)
 
 
-LONG = ("--suite", "long", "--max-length", "600", "--depths", "2", "--prompts", "3", "--device", "cpu")
+LONG = ("--suite", "long", "--max-length", "400", "--depths", "2", "--prompts", "3", "--device", "cpu")
 
 
 def test_a_needle_is_found_over_a_good_cache_and_lost_over_a_bad_one(
@@ -57,7 +57,7 @@ def test_a_needle_is_found_over_a_good_cache_and_lost_over_a_bad_one(
     good = kvcal("evaluate", copier, *LONG, "--json")
     assert good.code == 0, good.stderr
     (row,) = good.document["tasks"]
-    assert (row["name"], row["length"], row["prompts"], row["able"]) == ("needle", 600, 6, True)
+    assert (row["name"], row["length"], row["prompts"], row["able"]) == ("needle", 400, 6, True)
     assert row["reference"] == row["quantized"] == 1.0
     assert row["note"] == UNCHANGED
     assert row["low"] < -0.3  # six prompts cannot promise more
@@ -88,7 +88,7 @@ def test_same_seed_same_record_other_seed_other_prompts(copier: Path, kvcal: Cal
 def test_a_task_that_nobody_can_do_says_nothing_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcal.suite.TASKS", (BY_NAME["needle"], BY_NAME["variables"]))
     runner = Runner(induction.build(), tiny.build_tokenizer(), Served(None), Served(None), {257})
-    wanted = replace(suite.resolve("full", 700, depths=1, each=4), lengths=())
+    wanted = replace(suite.resolve("full", 600, depths=1, each=2), lengths=())
     (row,) = suite.others(wanted, runner, pytest.fail)
     assert row.reference == row.quantized
     assert not row.able
@@ -100,7 +100,7 @@ def test_a_task_that_nobody_can_do_says_nothing_of_the_cache(monkeypatch: pytest
 def test_every_part_is_in_the_record_and_within_eighty_columns(
     tmp_path: Path, kvcal: Callable[..., Any], small: tuple[str, ...]
 ) -> None:
-    model = tiny.save(tmp_path / "model", max_position_embeddings=700)
+    model = tiny.save(tmp_path / "model", max_position_embeddings=700, num_hidden_layers=1)
     kvcal("calibrate", "--model", model, *small, "--output", tmp_path / "out")
     options = ("--suite", "full", "--depths", "1", "--prompts", "1", "--chunk", "100", "--round-query")
     done = kvcal("evaluate", tmp_path / "out", *options)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from kvcal.page import channels, svg
 from kvcal.page.channels import Profile
-from kvcal.page.figures import SIDE_NAMES, all_values, titled_as, width_for
+from kvcal.page.figures import SIDE_NAMES, all_values, beside, titled_as, width_for
 from kvcal.page.source import Run
 from kvcal.page.svg import Line, Scale
 from kvcal.page.tables import Figure, Table, number
@@ -16,7 +16,8 @@ def channel_figures(run: Run, runs: Sequence[Run]) -> list[Figure]:
     """K and V channel by channel: every layer in colours, and one head in lines; before and after folds."""
     if run.statistics is None:
         return []
-    maps, heads = [], []
+    maps: list[list[Figure]] = []
+    heads = []
     for side in ("k", "v"):
         after = {
             index: channels.profile(sides[side])
@@ -25,9 +26,11 @@ def channel_figures(run: Run, runs: Sequence[Run]) -> list[Figure]:
         }
         before = _before(run, side, after)
         if after:
-            maps += _channel_maps(side, before, after, run, runs)
+            maps.append(_channel_maps(side, before, after, run, runs))
             heads.append(_head(side, before, after, run, runs))
-    return maps + heads
+    pairs = [figure for side in maps for figure in side]
+    rows = [pairs] if len(pairs) == 2 else maps  # K and V in one row where neither was folded
+    return [figure for row in [*rows, heads] for figure in beside(row)]
 
 
 def value_is_mixed(run: Run) -> bool:

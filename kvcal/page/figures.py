@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvcal.page import svg
@@ -21,21 +22,24 @@ def magnitudes(runs: Sequence[Run]) -> list[Figure]:
     """Largest magnitude of each head of K, V and Q, layer by layer; one scale for all of them."""
     grids = {(run.name, side): _magnitudes(run, side) for run in runs for side in SIDES}
     scale = Scale.of(all_values(grids.values()), logarithmic=True)
-    return [
-        _by_layer(
-            f"Largest magnitude of {SIDE_NAMES[side]}",
-            _SIDES[side],
-            grids[run.name, side],
-            scale,
-            "m",
-            run,
-            runs,
-            _HEADS[side],
-            "",
-        )
+    rows = [
+        [
+            _by_layer(
+                f"Largest magnitude of {SIDE_NAMES[side]}",
+                _SIDES[side],
+                grids[run.name, side],
+                scale,
+                "m",
+                run,
+                runs,
+                _HEADS[side],
+                "",
+            )
+            for run in runs
+        ]
         for side in SIDES
-        for run in runs
     ]
+    return [figure for row in rows for figure in beside(row)]
 
 
 def attention_errors(runs: Sequence[Run]) -> list[Figure]:
@@ -51,12 +55,15 @@ def attention_errors(runs: Sequence[Run]) -> list[Figure]:
         if all(layer["attention_error"][key] for layer in run.report["layers"])
     }
     scale = Scale.of(all_values(grids.values()), start=0.0)
-    return [
-        _by_layer(title, caption, grids[run.name, key], scale, "e", run, runs, "query head", "16 bits")
+    rows = [
+        [
+            _by_layer(title, caption, grids[run.name, key], scale, "e", run, runs, "query head", "16 bits")
+            for run in runs
+            if (run.name, key) in grids
+        ]
         for key, (title, caption) in wanted.items()
-        for run in runs
-        if (run.name, key) in grids
     ]
+    return [figure for row in rows for figure in beside(row)]
 
 
 def sensitivities(runs: Sequence[Run]) -> list[Figure]:
@@ -284,6 +291,11 @@ def _transposed(by_layer: Sequence[Sequence[float]]) -> list[list[float | None]]
     """Heads by layers; layers with fewer heads leave gaps."""
     heads = max(map(len, by_layer), default=0)
     return [[line[y] if y < len(line) else None for line in by_layer] for y in range(heads)]
+
+
+def beside(row: Sequence[Figure]) -> list[Figure]:
+    """Figures of one kind: the first begins a new row."""
+    return [replace(figure, first=not place) for place, figure in enumerate(row)]
 
 
 def all_values(grids: Iterable[svg.Grid]) -> list[float | None]:

@@ -11,6 +11,8 @@ from kvcal.page.source import Run
 from kvcal.page.tables import Table
 from kvcal.report import DELIVERED, nats
 
+_DEMO = "SmolLM2-135M-Instruct"  # what `--model demo` is
+
 
 @dataclass(frozen=True)
 class Heading:
@@ -37,7 +39,7 @@ def heading(run: Run) -> Heading:
         failures += report["engine"]["reasons"]
     return Heading(
         name=run.name,
-        model=run.records.model,
+        model=_DEMO if run.records.manifest["model"]["kind"] == "demo" else run.records.model,
         passed=run.passed,
         cache=f"{plan['format']}{scaling}, for {engine['name']} {engine['version']}",
         delivered=f"delivered by {DELIVERED[plan['deliver']]}",

@@ -70,7 +70,7 @@ def gpu_table(runs: Sequence[Run]) -> tuple[Table | None, list[str]]:
     headings = ["GPU"]
     for name, each in found.items():
         of = "" if len(runs) == 1 else f"{name}, "
-        headings += [f"{of}16 bits, {each[0].context:,} tokens", f"{of}quantized"]
+        headings += [f"{of}requests of {each[0].context:,} tokens, 16 bits", f"{of}quantized"]
     rows = [
         (gpu[0].gpu, *(f"{count:,}" for fit in gpu for count in (fit.plain, fit.stored)))
         for gpu in zip(*found.values(), strict=True)
@@ -95,7 +95,7 @@ def fits(run: Run) -> list[Fit]:
             max(0, int(free // request_bytes(run, caches, context, quantized=quantized)))
             for quantized in (False, True)
         )
-        reads = "computes in it" if where.gpu.native(fmt) else "dequantizes on load"
+        reads = "computed natively" if where.gpu.native(fmt) else "dequantized on load"
         how = capacity.refusal(fmt, model, where) or reads
         found.append(Fit(where.gpu.title, context, plain, stored, how))
     return found

@@ -109,7 +109,7 @@ def heat(
     deep = _row_height(len(values))
     wide = (width - _LEFT - _RIGHT) / max(1, len(column_names))
     gap = 1 if min(deep, wide) >= 6 else 0
-    parts = [_legend(scale, hue, width)]
+    parts = [_legend(scale, hue, _LEFT + _CHARACTER * len(rows) + 16)]
     for y, line in enumerate(values):
         for x, value in enumerate(line):
             if value is None:
@@ -146,7 +146,7 @@ def raster(
     """The same for grids too fine to point at: cells of one colour are one path."""
     count = max(map(len, values))
     deep = min(14.0, max(4.0, round(200 / len(values), 1)))
-    parts = [_legend(scale, hue, width)]
+    parts = [_legend(scale, hue, _LEFT + _CHARACTER * len(rows) + 16)]
     paths: dict[int, list[str]] = {}
     for y, line in enumerate(values):
         for level, x, run in _runs(line, scale):
@@ -322,13 +322,12 @@ def _runs(line: Sequence[float | None], scale: Scale) -> Iterable[tuple[int, int
         x += run
 
 
-def _legend(scale: Scale, hue: Hue, width: int) -> str:
-    """Ten swatches between the least and the largest value, at the upper right."""
+def _legend(scale: Scale, hue: Hue, left: float) -> str:
+    """Ten swatches between the least and the largest value, above the left end."""
     low, high = _short(scale.low), _short(scale.high)
-    end = width - _RIGHT - _CHARACTER * len(high) - 6
-    start = end - 9 * LEVELS
+    start = left + _CHARACTER * len(low) + 6
     swatches = "".join(f'<path class="{hue}{i}" d="M{start + 9 * i:g} 5h9v9h-9z"/>' for i in range(LEVELS))
-    return _text(start - 6, 14, low, "end") + swatches + _text(width - _RIGHT, 14, high, "end")
+    return _text(left, 14, low, "start") + swatches + _text(start + 9 * LEVELS + 6, 14, high, "start")
 
 
 def _levels(scale: Scale, right: float, bottom: float) -> list[str]:

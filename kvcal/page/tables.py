@@ -24,13 +24,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing, what it shows, and its numbers for those who cannot see it."""
+    """A drawing, what it shows, and its numbers for those who cannot see it.
+
+    ``half`` leaves room for a second one beside it; ``first`` begins a new row.
+    """
 
     title: str
     caption: str
     drawing: Markup
     table: Table
     half: bool = False
+    first: bool = False
 
 
 @dataclass(frozen=True)

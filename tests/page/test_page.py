@@ -482,6 +482,13 @@ def test_runs_stand_side_by_side(fp8: Path, int8: Path, failed: Path, tmp_path: 
         assert f"Attention error: {name}" in page.figures
         assert f"Largest magnitude of V: {name}" in page.figures
     assert [row[0] for row in numbers(page.figure("KL against bits"))[1:]] == names
+    rows_begin = [title for title in page.figures if "row" in page.figure(title).get("class", "").split()]
+    kinds = (
+        "Attention error",
+        "Attention error with Q in FP8",
+        *(f"Largest magnitude of {side}" for side in "KVQ"),
+    )
+    assert rows_begin[:5] == [f"{kind}: {names[0]}" for kind in kinds]
 
 
 def test_one_scale_serves_all_runs(fp8: Path, int8: Path, tmp_path: Path) -> None:

@@ -178,39 +178,42 @@ def needles(run: Run, runs: Sequence[Run]) -> list[Figure]:
     needle = (run.suite or {}).get("needle")
     if not needle:
         return []
-    lengths, depths = needle["lengths"], needle["depths"]
-    scale = Scale(0.0, 1.0)
-    return [
-        Figure(
-            titled_as(f"Needle, {name}", run, runs),
-            "share of the needle that was given back; 1 is all of it",
-            svg.heat(
-                needle[key],
-                scale,
-                "m",
-                title=titled_as(f"Needle, {name}", run, runs),
-                description=f"{len(depths)} depths by {len(lengths)} lengths, up to {max(lengths):,} tokens;"
-                f" mean score {_mean(needle[key]):.3f}.",
-                rows="depth",
-                columns="tokens",
-                column_names=lengths,
-                row_names=depths,
-                tip=lambda y, x, grid=needle[key]: (  # type: ignore[misc]
-                    f"depth {depths[y]}, {lengths[x]} tokens: {number(grid[y][x])}"
+    lengths, depths = needle["lengths"], [f"{100 * depth:.0f} %" for depth in needle["depths"]]
+    pair = []
+    for key, name in (("reference", "16-bit cache"), ("quantized", "quantized cache")):
+        titled = titled_as(f"Needle, {name}", run, runs)
+        grid = [list(line) for line in zip(*needle[key], strict=True)]  # depths by lengths
+        pair.append(
+            Figure(
+                titled,
+                "share of the needle that was given back; dark is all of it",
+                svg.heat(
+                    grid,
+                    Scale(0.0, 1.0),
+                    "m",
+                    title=titled,
+                    description=f"{len(depths)} depths by {len(lengths)} lengths, up to {max(lengths):,}"
+                    f" tokens; mean score {_mean(grid):.3f}.",
+                    rows="depth",
+                    columns="tokens",
+                    column_names=lengths,
+                    row_names=depths,
+                    tip=lambda y, x, grid=grid: (  # type: ignore[misc]
+                        f"depth {depths[y]}, {lengths[x]:,} tokens: {number(grid[y][x])}"
+                    ),
+                    width=svg.HALF,
                 ),
-                width=svg.HALF,
-            ),
-            Table(
-                ("depth", *(f"{length:,}" for length in lengths)),
-                [
-                    (str(depth), *(number(score) for score in line))
-                    for depth, line in zip(depths, needle[key], strict=True)
-                ],
-            ),
-            half=True,
+                Table(
+                    ("depth", *(f"{length:,}" for length in lengths)),
+                    [
+                        (depth, *(number(score) for score in line))
+                        for depth, line in zip(depths, grid, strict=True)
+                    ],
+                ),
+                half=True,
+            )
         )
-        for key, name in (("reference", "16-bit cache"), ("quantized", "quantized cache"))
-    ]
+    return beside(pair)
 
 
 def _by_layer(

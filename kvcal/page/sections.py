@@ -231,31 +231,42 @@ def _channels(runs: Sequence[Run]) -> Section | None:
 
 
 def _long_context(runs: Sequence[Run]) -> Section | None:
-    rows = [
-        (
-            run.name,
-            task["name"],
-            f"{task['length']:,}",
-            number(task["reference"]),
-            number(task["quantized"]),
-            f"{number(task['low'])} … {number(task['high'])}" if task.get("low") is not None else "",
-            number(task.get("p_value")),
-            task.get("note") or "",
-        )
-        for run in runs
-        for task in (run.suite or {}).get("tasks", ())
-    ]
-    found = [figure for run in runs for figure in figures.needles(run, runs)]
-    if not rows and not found:
+    measured = [(run, run.suite) for run in runs if run.suite is not None]
+    if not measured:
         return None
-    headings = ("run", "task", "tokens", "16 bits", "quantized", "interval of the difference", "p", "")
-    table = _per_run(runs, Table(headings, rows, text=frozenset({0, 1, 7})))
+    rows = [(run.name, *_task(task)) for run, suite in measured for task in suite["tasks"]]
+    headings = ("run", "task", "tokens", "prompts", "16 bits", "quantized", "difference, 95 %", "p", "")
+    table = _per_run(runs, Table(headings, rows, text=frozenset({0, 1, 8})))
     return Section(
         "long-context",
         "Long context",
         "The same prompts over the 16-bit and the quantized cache.",
         tables=[table] if rows else (),
-        figures=found,
+        figures=[figure for run in runs for figure in figures.needles(run, runs)],
+        notes=[_continued(run, suite) for run, suite in measured if suite["continuations"]],
+    )
+
+
+def _task(task: Mapping[str, Any]) -> tuple[str, ...]:
+    interval = f"{task['low']:+.3f} to {task['high']:+.3f}" if task["able"] else ""
+    return (
+        task["name"],
+        f"{task['length']:,}",
+        str(task["prompts"]),
+        f"{task['reference']:.3f}",
+        f"{task['quantized']:.3f}",
+        interval,
+        f"{task['p_value']:.3f}" if task["able"] else "",
+        task["note"] if task["able"] else f"cannot do it: {task['note']}",
+    )
+
+
+def _continued(run: Run, suite: Mapping[str, Any]) -> str:
+    found = suite["continuations"]
+    return (
+        f"{run.name}, on the model's own greedy text, {found['tokens']:,} tokens behind {found['prompts']}"
+        f" prompts: KL {nats(found['kl_mean'])}, top-1 {100 * found['top1_agreement']:.2f} %; it becomes"
+        f" another text in {found['diverged']} of {found['prompts']}."
     )
 
 

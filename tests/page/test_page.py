@@ -347,32 +347,22 @@ def test_what_was_not_measured_is_not_shown_but_said(fp8: Path, tmp_path: Path) 
     )
 
 
+ABLE = {"able": True, "low": -0.1234, "high": 0.0056, "p_value": 0.0312, "prompts": 24, "guess": 0.0}
+UNABLE = {"able": False, "low": None, "high": None, "p_value": None, "prompts": 8, "guess": 0.1}
 SUITE = {
-    "needle": {
+    "needle": {  # [length][depth]
         "lengths": [512, 2048],
-        "depths": [0, 50, 100],
-        "reference": [[1.0, 1.0], [1.0, 0.5], [1.0, None]],
-        "quantized": [[1.0, 0.75], [0.25, 0.0], [1.0, None]],
+        "depths": [0.0, 0.5, 1.0],
+        "reference": [[1.0, 1.0, 1.0], [1.0, 0.5, 1.0]],
+        "quantized": [[1.0, 0.25, 1.0], [0.75, 0.0, 1.0]],
     },
     "tasks": [
-        {
-            "name": "multi-key <needle>",
-            "length": 2048,
-            "reference": 0.91,
-            "quantized": 0.85,
-            "low": -0.1234,
-            "high": 0.0056,
-            "p_value": 0.031,
-            "note": "",
-        },
-        {
-            "name": "coreference",
-            "length": 512,
-            "reference": 0.01,
-            "quantized": 0.02,
-            "note": "beyond the model",
-        },
+        ABLE
+        | {"name": "multi-key <needle>", "length": 2048, "reference": 0.91, "quantized": 0.85, "note": ""},
+        UNABLE
+        | {"name": "variables", "length": 512, "reference": 0.01, "quantized": 0.02, "note": "guesses"},
     ],
+    "continuations": None,
 }
 
 
@@ -380,17 +370,38 @@ def test_long_context_appears_once_it_was_measured(fp8: Path, tmp_path: Path) ->
     folder = copy(fp8, tmp_path / "out")
     (folder / "kvcal" / "suite.json").write_text(json.dumps(SUITE))
     page = page_of(folder)
-    (tasks,) = [t for t in tables(page.section("long-context")) if t[0][0] == "task"]
-    first = ["multi-key <needle>", "2,048", "0.91", "0.85", "-0.1234 … 0.0056", "0.031", ""]
-    assert tasks[1:] == [first, ["coreference", "512", "0.01", "0.02", "", "", "beyond the model"]]
+    tasks = tables(page.section("long-context"))[0]
+    first = ["multi-key <needle>", "2,048", "24", "0.910", "0.850", "-0.123 to +0.006", "0.031", ""]
+    assert tasks[1:] == [first, ["variables", "512", "8", "0.010", "0.020", "", "", "cannot do it: guesses"]]
     rows = numbers(page.figure("Needle, quantized cache"))
-    assert rows == [["depth", "512", "2,048"], ["0", "1", "0.75"], ["50", "0.25", "0"], ["100", "1", ""]]
+    assert rows == [
+        ["depth", "512", "2,048"],
+        ["0 %", "1", "0.75"],
+        ["50 %", "0.25", "0"],
+        ["100 %", "1", "1"],
+    ]
     cells = [p for p in page.figure("Needle, 16-bit cache").iter("path") if p.find("title") is not None]
-    assert len(cells) == 5
+    assert [p.get("class") for p in cells] == ["m9", "m9", "m9", "m5", "m9", "m9"]
     assert "Long-context tasks" not in page.text
 
 
-@pytest.mark.parametrize("suite", ["{", "[]", '{"needle": {"lengths": [1]}}', '{"tasks": [{"name": "x"}]}'])
+def test_what_evaluate_records_is_what_is_shown(tmp_path: Path, kvcal: Kvcal, small: tuple[str, ...]) -> None:
+    model = tiny.save(tmp_path / "model", max_position_embeddings=700, num_hidden_layers=1)
+    assert kvcal("calibrate", "--model", model, *small, "--output", "out").code == 0
+    done = kvcal("evaluate", "out", "--suite", "full", "--depths", "2", "--prompts", "1", "--json")
+    assert done.code == 0, done.stderr
+    assert kvcal("report", "out").code == 0
+    page, found = read(tmp_path / "out" / "kvcal" / "report.html"), done.document
+    tasks = tables(page.section("long-context"))[0][1:]
+    assert [row[:4] for row in tasks] == [
+        [task["name"], f"{task['length']:,}", str(task["prompts"]), f"{task['reference']:.3f}"]
+        for task in found["tasks"]
+    ]
+    assert len(numbers(page.figure("Needle, 16-bit cache"))) == 3
+    assert f"KL {nats(found['continuations']['kl_mean'])}" in page.text
+
+
+@pytest.mark.parametrize("suite", ["{", "[]", "{}", '{"tasks": [{"name": "x"}]}'])
 def test_a_broken_suite_is_refused_by_name(suite: str, fp8: Path, tmp_path: Path, kvcal: Kvcal) -> None:
     folder = copy(fp8, tmp_path / "out")
     (folder / "kvcal" / "suite.json").write_text(suite)

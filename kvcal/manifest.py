@@ -46,14 +46,14 @@ def facts(
     ``digest`` is that of the model's files. The order of samples counts: it says which share a batch.
     """
     machine = torch.cuda.get_device_name(where.device) if where.device.type == "cuda" else _cpu_kind()
-    versions = _versions()
+    known = versions()
     return {
         "model": digest,
         "calibration text": _sha256(" ".join(text.hashes)),
         "held-out text": _sha256(" ".join(held_out.hashes)),
         "recipe": _sha256(plan.recipe.to_yaml()),
         "version of kvcal, torch or transformers": " ".join(
-            [__version__, versions["torch"], versions["transformers"]]
+            [__version__, known["torch"], known["transformers"]]
         ),
         "kind of device": machine,
         "device map": where.device_map,

@@ -34,6 +34,7 @@ from kvcal import (
     probe,
     report,
     run_ranks,
+    scales,
     sources,
     tensor_parallel,
     unfold,

@@ -173,22 +173,24 @@ def needles(run: Run, runs: Sequence[Run]) -> list[Figure]:
         return []
     lengths, depths = needle["lengths"], needle["depths"]
     scale = Scale(0.0, 1.0)
+    # A row of the picture is a depth; the record has one list for each length.
+    grids = {key: list(zip(*needle[key], strict=True)) for key in ("reference", "quantized")}
     return [
         Figure(
             titled_as(f"Needle, {name}", run, runs),
             "share of the needle that was given back; 1 is all of it",
             svg.heat(
-                needle[key],
+                grids[key],
                 scale,
                 "m",
                 title=titled_as(f"Needle, {name}", run, runs),
                 description=f"{len(depths)} depths by {len(lengths)} lengths, up to {max(lengths):,} tokens;"
-                f" mean score {_mean(needle[key]):.3f}.",
+                f" mean score {_mean(grids[key]):.3f}.",
                 rows="depth",
                 columns="tokens",
                 column_names=lengths,
                 row_names=depths,
-                tip=lambda y, x, grid=needle[key]: (  # type: ignore[misc]
+                tip=lambda y, x, grid=grids[key]: (  # type: ignore[misc]
                     f"depth {depths[y]}, {lengths[x]} tokens: {number(grid[y][x])}"
                 ),
                 width=svg.HALF,
@@ -197,7 +199,7 @@ def needles(run: Run, runs: Sequence[Run]) -> list[Figure]:
                 ("depth", *(f"{length:,}" for length in lengths)),
                 [
                     (str(depth), *(number(score) for score in line))
-                    for depth, line in zip(depths, needle[key], strict=True)
+                    for depth, line in zip(depths, grids[key], strict=True)
                 ],
             ),
             half=True,

@@ -50,8 +50,16 @@ class WrittenCache(DynamicCache):  # type: ignore[misc]
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Round K and V ``(batch, kv_heads, new tokens, head_dim)`` and return those of all tokens."""
+        held = self._on(key_states.device)
+        cached = key_states.shape[1]
+        scaled = 1 if held.scales is None else held.scales.layers[layer_idx]["k"].shape[0]
+        if scaled not in (1, cached):
+            raise ModelError(
+                f"layer {layer_idx}: the model caches {cached} heads, repeated for its queries, and its scales"
+                f" are of {scaled}; calibrate per tensor"
+            )
         nobody = key_states[:, :, :0]  # Q is not the cache's business
-        _, k, v = self._on(key_states.device).give_back(layer_idx, nobody, key_states, value_states)
+        _, k, v = held.give_back(layer_idx, nobody, key_states, value_states)
         found: tuple[torch.Tensor, torch.Tensor] = super().update(k, v, layer_idx, *args, **kwargs)
         return found
 
@@ -89,13 +97,11 @@ def greedy(model: Any, served: Served, prompt: Sequence[int], room: int, stop: C
         stop: ids that end the text; they are not returned.
 
     Raises:
-        ModelError: logits hold NaN or infinity.
+        ModelError: logits hold NaN or infinity, or the model keeps K and V elsewhere or in another form.
     """
-    cache, found = empty_cache(model, served), []
+    found: list[int] = []
     with rounding_query(model, served):
-        for ids in _pieces(model, prompt[:-1], served.chunk):
-            model.base_model(ids, past_key_values=cache, use_cache=True)
-        token = prompt[-1]
+        cache, token = _prefilled(model, served, prompt[:-1]), prompt[-1]
         for _ in range(room):
             ids = torch.tensor([[token]], device=models.device_of(model))
             best, token = model(ids, past_key_values=cache, use_cache=True).logits[0, -1].max(-1)
@@ -111,13 +117,25 @@ def greedy(model: Any, served: Served, prompt: Sequence[int], room: int, stop: C
 @torch.inference_mode()
 def forced(model: Any, served: Served, prompt: Sequence[int], given: Sequence[int]) -> torch.Tensor:
     """Logits ``(len(given), vocab)`` that predict each of the given tokens behind the prompt."""
-    cache, found = empty_cache(model, served), []
+    found = []
     with rounding_query(model, served):
-        for ids in _pieces(model, prompt[:-1], served.chunk):
-            model.base_model(ids, past_key_values=cache, use_cache=True)
+        cache = _prefilled(model, served, prompt[:-1])
         for ids in _pieces(model, (prompt[-1], *given[:-1]), served.chunk):
             found.append(model(ids, past_key_values=cache, use_cache=True).logits[0])
     return torch.cat(found)
+
+
+def _prefilled(model: Any, served: Served, tokens: Sequence[int]) -> DynamicCache:
+    """A cache that holds ``tokens``."""
+    cache = empty_cache(model, served)
+    for ids in _pieces(model, tokens, served.chunk):
+        model.base_model(ids, past_key_values=cache, use_cache=True)
+    if cache.get_seq_length() != len(tokens):
+        raise ModelError(
+            f"{type(model).__name__} does not write K and V into a cache of transformers; nothing can be decoded"
+            " over a quantized one"
+        )
+    return cache
 
 
 def _pieces(model: Any, tokens: Sequence[int], chunk: int) -> Iterator[torch.Tensor]:

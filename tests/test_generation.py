@@ -8,13 +8,15 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcal import evaluate, generation
+from kvcal import evaluate, generation, scales
 from kvcal.cache import QuantizedCache
+from kvcal.errors import ModelError
 from kvcal.formats import FP8_E4M3, INT8_PER_TOKEN_HEAD, KVFormat
 from kvcal.generation import Served
 from kvcal.scales import Scales
 from kvcal.transforms.record import LayerTransform, Transforms
-from tests.test_calibrate import token_set
+from tests import tiny
+from tests.test_calibrate import plan_for, run, token_set
 from tests.test_evaluate import DYNAMIC, FAMILIES, RoundedCache, prepared
 
 PROMPT, GIVEN = 37, 9
@@ -45,6 +47,25 @@ def test_chunks_and_decode_equal_one_masked_pass(family: str, chunk: int, with_q
         assert (plain_q - expected).norm() > 1e-3 * expected.norm()  # there is something to be seen
     served = Served(cache, with_query, chunk)
     require_equal(generation.forced(model, served, ids[:PROMPT], ids[PROMPT:]), expected)
+
+
+@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+def test_every_family_decodes_over_its_cache(family: str) -> None:
+    """Sliding windows, sinks, shared and latent caches, layers that keep a state instead."""
+    tokens = token_set([PROMPT + GIVEN])
+    model, ids = tiny.build_model(family), list(tokens.samples[0])
+    resolved = plan_for(model, granularity="per_tensor")
+    cache = QuantizedCache(FP8_E4M3, scales.compute(run(model, tokens), resolved))
+    experts = any("experts" in name for name, _ in model.named_modules())  # their kernels know no float64
+    model, tolerance = (model, 1e-3) if experts else (model.double(), 1e-6)
+    for with_query in (False, True):
+        with torch.inference_mode(), evaluate.through(model, cache, with_query=with_query):
+            expected = model(torch.tensor([ids]), use_cache=False).logits[0, PROMPT - 1 : -1]
+        served = Served(cache, with_query, 10)
+        found = generation.forced(model, served, ids[:PROMPT], ids[PROMPT:])
+        plain = generation.forced(model, Served(None), ids[:PROMPT], ids[PROMPT:])
+        require_equal(found, expected, tolerance)
+        assert (plain - expected).norm() > 4 * tolerance * expected.norm()
 
 
 @pytest.mark.parametrize("fmt", DYNAMIC, ids=lambda fmt: fmt.name)
@@ -142,3 +163,25 @@ def test_nothing_is_left_in_the_model() -> None:
     before = model.config._attn_implementation
     generation.greedy(model, Served(QuantizedCache(INT8_PER_TOKEN_HEAD)), ids, 3, stop=())
     assert model.config._attn_implementation == before
+
+
+def test_a_model_that_keeps_its_cache_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache, _, ids = of("llama", FP8_E4M3)
+    own = model.base_model.forward
+    monkeypatch.setattr(
+        model.base_model, "forward", lambda ids, past_key_values, use_cache: own(ids, use_cache=False)
+    )
+    with pytest.raises(ModelError, match="LlamaForCausalLM does not write K and V into a cache"):
+        generation.greedy(model, Served(cache), ids, 3, stop=())
+
+
+def test_scales_of_other_heads_than_are_cached_are_refused() -> None:
+    model, cache, _, ids = of("llama", FP8_E4M3)
+    assert cache.scales is not None
+    three = {
+        i: {s: t.repeat(3, 1, 1)[:3] for s, t in sides.items()} for i, sides in cache.scales.layers.items()
+    }
+    with pytest.raises(
+        ModelError, match="layer 0: the model caches 2 heads.* its scales are of 3; calibrate"
+    ):
+        generation.greedy(model, Served(QuantizedCache(FP8_E4M3, Scales(three))), ids, 3, stop=())

@@ -51,17 +51,23 @@ class WrittenCache(DynamicCache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Round K and V ``(batch, kv_heads, new tokens, head_dim)`` and return those of all tokens."""
         held = self._on(key_states.device)
-        cached = key_states.shape[1]
-        scaled = 1 if held.scales is None else held.scales.layers[layer_idx]["k"].shape[0]
-        if scaled not in (1, cached):
-            raise ModelError(
-                f"layer {layer_idx}: the model caches {cached} heads, repeated for its queries, and its scales"
-                f" are of {scaled}; calibrate per tensor"
-            )
+        _require_heads(held, layer_idx, key_states.shape[1])
         nobody = key_states[:, :, :0]  # Q is not the cache's business
         _, k, v = held.give_back(layer_idx, nobody, key_states, value_states)
         found: tuple[torch.Tensor, torch.Tensor] = super().update(k, v, layer_idx, *args, **kwargs)
         return found
+
+
+def _require_heads(held: QuantizedCache, layer: int, heads: int) -> None:
+    """Refuse a model that caches K and V as often as its queries read them, and scales of fewer heads."""
+    if held.scales is None or layer in held.skipped:
+        return
+    scaled = held.scales.layers[layer]["k"].shape[0]
+    if scaled not in (1, heads):
+        raise ModelError(
+            f"layer {layer}: the model caches {heads} heads, repeated for its queries, and its scales are of"
+            f" {scaled}; calibrate per tensor"
+        )
 
 
 def empty_cache(model: Any, served: Served) -> DynamicCache:
@@ -132,8 +138,8 @@ def _prefilled(model: Any, served: Served, tokens: Sequence[int]) -> DynamicCach
         model.base_model(ids, past_key_values=cache, use_cache=True)
     if cache.get_seq_length() != len(tokens):
         raise ModelError(
-            f"{type(model).__name__} does not write K and V into a cache of transformers; nothing can be decoded"
-            " over a quantized one"
+            f"{type(model).__name__} does not write K and V into a cache of transformers, and nothing can be"
+            " decoded over a quantized one"
         )
     return cache
 

@@ -119,6 +119,8 @@ def test_every_part_is_in_the_record_and_within_eighty_columns(
     assert record["text"]["fidelity"]["tokens"] == 96
     assert record["continuations"]["prompts"] == 2
     assert kvcal("check", tmp_path / "out").code == 0
+    assert kvcal("report", tmp_path / "out").code == 0
+    assert "Needle, quantized cache" in (tmp_path / "out" / "kvcal" / "report.html").read_text()
 
 
 # What a suite consists of

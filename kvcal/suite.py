@@ -189,12 +189,12 @@ def others(
     rows = []
     for task in TASKS[1:]:
         for length in suite.task_lengths:
-            asked = []
+            count = suite.prompts * len(suite.depths)
             try:
-                for index in range(suite.prompts * len(suite.depths)):
-                    asked.append(_prompt(suite, task, runner, length, index))
+                asked = [_prompt(suite, task, runner, length, index) for index in range(count)]
             except UsageError as error:
                 say(f"left out: {error}")
+                on_tokens(count * length)
                 continue
             pairs = []
             for prompt in asked:

@@ -55,9 +55,9 @@ def difference_bounds(
     """
     differences = np.asarray(quantized, dtype=float) - np.asarray(reference, dtype=float)
     if np.ptp(differences) == 0:
-        unseen = bounds([0.0] * len(differences))[1]
-        same = float(differences[0])
-        return max(same - unseen, -1.0), min(same + unseen, 1.0)
+        unseen, same = bounds([0.0] * len(differences))[1], float(differences[0])
+        room = mean(reference)  # no score is below 0 or above 1
+        return max(same - unseen, -room), min(same + unseen, 1 - room)
     found = stats.bootstrap(
         (differences,),
         np.mean,

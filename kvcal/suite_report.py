@@ -55,8 +55,7 @@ def print_suite(console: Console, found: Document) -> None:
         console.print()
     needle = found["needle"]
     console.print(
-        f"needle: share found, by tokens of the prompt and depth of the needle; {needle['prompts']} prompts"
-        " a cell",
+        f"needle found, by tokens of the prompt and depth; prompts per cell: {needle['prompts']}",
         highlight=False,
     )
     for side, title in (("reference", "16-bit cache"), ("quantized", "quantized cache")):

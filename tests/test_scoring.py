@@ -77,9 +77,10 @@ def test_difference_bounds_are_those_of_resampled_pairs() -> None:
 
 
 def test_no_change_in_a_few_prompts_is_no_certainty() -> None:
-    low, high = scoring.difference_bounds([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], seed=0)
-    unseen = 1 - 0.025 ** (1 / 3)  # a share of which three prompts show nothing once in forty times
-    assert (low, high) == pytest.approx((-unseen, unseen))
+    unseen = 1 - 0.025 ** (1 / 5)  # a share of which five prompts show nothing once in forty times
+    some, every = [1.0, 0.0, 1.0, 1.0, 0.0], [1.0] * 5
+    assert scoring.difference_bounds(some, some, seed=0) == pytest.approx((-unseen, 0.4))
+    assert scoring.difference_bounds(every, every, seed=0) == pytest.approx((-unseen, 0.0))
     assert scoring.difference_bounds([1.0] * 500, [1.0] * 500, 0)[0] > -0.01
     assert scoring.difference_bounds([1.0, 1.0], [0.0, 0.0], 0) == pytest.approx((-1.0, -1 + 1 - 0.025**0.5))
 

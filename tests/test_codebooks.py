@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvcal import codebooks
@@ -37,6 +37,7 @@ def cost(levels: torch.Tensor, values: torch.Tensor, weights: torch.Tensor) -> f
         unique_by=lambda p: p[0],
     )
 )
+@example([(0, 2.0), (1, 2.0), (2, 2.0), (5, 3.0), (19, 0.5)])  # settles at half of one level's cost
 def test_levels_are_the_means_of_what_is_nearest_to_them(points: list[tuple[int, float]]) -> None:
     counts = torch.zeros(codebooks.BINS, dtype=torch.float64)
     for place, weight in points:
@@ -55,7 +56,8 @@ def test_levels_are_the_means_of_what_is_nearest_to_them(points: list[tuple[int,
                 float((w[mine] * x[mine]).sum() / w[mine].sum()), abs=1e-6
             )
     one = float((w * (x - (w * x).sum() / w.sum()).square()).sum())
-    assert cost(found.double(), x, w) < 0.5 * one + 1e-12
+    # Below one level's cost, by no certain share: a fixed point is not the best one.
+    assert cost(found.double(), x, w) < one
 
 
 def test_weights_move_levels_to_where_errors_cost() -> None:

@@ -169,7 +169,7 @@ def test_another_version_is_not_gone_on_from(
 ) -> None:
     with interrupted(2):
         run(kvcal, llama_folder)
-    monkeypatch.setattr(manifest, "_versions", lambda: {"torch": "9.9", "transformers": "9.9", "python": "9"})
+    monkeypatch.setattr(manifest, "versions", lambda: {"torch": "9.9", "transformers": "9.9", "python": "9"})
     left = run(kvcal, llama_folder, "--resume")
     assert left.code == 2
     assert "another version of kvcal, torch or transformers" in left.stderr

@@ -81,7 +81,7 @@ def _print_continuations(console: Console, found: Document) -> None:
     )
     console.print(
         f"text becomes another one in {found['diverged']} of {found['prompts']}"
-        + ("" if earliest is None else f", at the earliest after {earliest} tokens"),
+        + ("" if earliest is None else f", at the earliest with token {earliest + 1}"),
         highlight=False,
     )
 

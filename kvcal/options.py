@@ -100,7 +100,7 @@ SuiteName = Annotated[
     str | None,
     typer.Option(
         "--suite",
-        help="quick (minutes on a CPU), long (needles up to --max-length) or full (everything up to it).",
+        help="quick (up to 1,024 tokens), long (needles up to --max-length) or full (everything up to it).",
     ),
 ]
 MaxLength = Annotated[

@@ -247,7 +247,9 @@ def for_sglang(for_vllm: Written) -> Written:
         if model_type not in done:
             source = for_vllm(model_type)
             output = source.with_name(f"{model_type}-sglang")
-            willing = tuple(replace(e, families=None) if e is SGLANG else e for e in engines.ENGINES)
+            willing = tuple(
+                replace(e, families=None, unloaded={}) if e is SGLANG else e for e in engines.ENGINES
+            )
             with pytest.MonkeyPatch.context() as patch:
                 if model_type not in SGLANG.families:
                     patch.setattr(engines, "ENGINES", willing)

@@ -23,7 +23,7 @@ from kvcal import engines, formats, granularity, models, probe, sources
 from kvcal import recipe as recipes
 from kvcal.arch import LayerSpec, ModelSpec
 from kvcal.engine_spec import UNQUANTIZED, EngineSpec
-from kvcal.errors import KvcalError, ModelError, RecipeError, UsageError
+from kvcal.errors import CheckFailed, KvcalError, ModelError, RecipeError, UsageError
 from kvcal.export import bundle, folded, kernel, modelopt
 from kvcal.granularity import Granularity
 from kvcal.recipe import SIDES, Side
@@ -91,6 +91,17 @@ def check(folder: Path, engine_name: str) -> list[Finding]:
         faults = list(test(checkpoint, engine))
         findings.append(Finding(rule, not faults, _join(faults)))
     return findings
+
+
+def require(folder: Path, engine_name: str) -> None:
+    """Refuse files that the engine would not load as they are meant.
+
+    Raises:
+        CheckFailed: with every finding that failed.
+    """
+    failed = [f for f in check(folder, engine_name) if not f.ok]
+    if failed:
+        raise CheckFailed("; ".join(f"{f.rule}: {f.message}" for f in failed))
 
 
 def scales_of(folder: Path, engine_name: str) -> tuple[ModelSpec, dict[int, dict[Side, list[float]]], bool]:

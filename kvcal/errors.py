@@ -20,6 +20,13 @@ Exit code 1 is left for a bug in kvcal and 130 for Ctrl-C.
 from __future__ import annotations
 
 
+def in_one_line(error: Exception) -> str:
+    """What a library raised, without its line breaks and not without end."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= 300 else text[:297] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 class KvcalError(Exception):
     """Base of the tree. ``str(error)`` is one line that says what to do about it."""
 

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from kvcal import models
 from kvcal.data import Batch
-from kvcal.layerwise import Context, Layerwise, Step
+from kvcal.layerwise import Context, Layerwise, Step, cache_for, inputs
 
 
 def parts(model: Any, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
@@ -38,12 +38,13 @@ def steps(model: Any, part: Sequence[Batch]) -> Iterator[Step]:
     for batch in part:
         cache: Cache | None = None
         for queries in batch.pieces():
-            cache = _cache(model, batch, queries, cache)
+            if queries.start == 0:
+                cache = cache_for(model, batch, queries)
             yield Step(
                 batch,
                 queries,
                 batch.tokens_in(queries),
-                partial(model.base_model, **_inputs(model, batch, queries, cache)),
+                partial(model.base_model, **inputs(batch, queries, models.device_of(model), cache)),
             )
 
 
@@ -68,25 +69,13 @@ def logits(
         yield from model.logits(part, variants, on_tokens)
         return
     for batch in part:
-        caches: list[Cache | None] = [None] * len(variants)
+        caches: list[Cache | None] = []
+        device = models.device_of(model)
         for queries in batch.pieces():
+            if queries.start == 0:
+                caches = [cache_for(model, batch, queries) for _ in variants]
             for index, variant in enumerate(variants):
-                caches[index] = _cache(model, batch, queries, caches[index])
                 with variant():
-                    found = model(**_inputs(model, batch, queries, caches[index])).logits
+                    found = model(**inputs(batch, queries, device, caches[index])).logits
                 on_tokens(batch.tokens_in(queries) / len(variants))
                 yield batch, queries, index, found
-
-
-def _cache(model: Any, batch: Batch, queries: slice, cache: Cache | None) -> Cache | None:
-    """The cache of a batch that is run in several pieces."""
-    if queries.start == 0 and queries.stop < batch.input_ids.shape[1]:
-        return DynamicCache(config=model.config)
-    return cache
-
-
-def _inputs(model: Any, batch: Batch, queries: slice, cache: Cache | None) -> dict[str, Any]:
-    return batch.inputs(models.device_of(model), queries) | {
-        "past_key_values": cache,
-        "use_cache": cache is not None,
-    }

@@ -60,9 +60,10 @@ class QuantizedCacheLM(HFLM):  # type: ignore[misc]
         """
         folder = Path(pretrained)
         request = Request(pretrained, device=device, trust=Trust(remote_code=trust_remote_code))
-        model, plan, cache, tokenizer = opening.reopen(folder, request, {}, Narrator())
+        plan = opening.recorded_plan(folder)
         if round_query and not plan.format.rounds_query:
             raise PlanRefused([f"round_query: no kernel computes attention in {plan.format.name}"])
+        model, cache, tokenizer = opening.reopen(folder, plan, request, Narrator())
         self._served = Served(cache if quantized else None, round_query)
         super().__init__(
             pretrained=model,

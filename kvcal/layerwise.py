@@ -45,6 +45,16 @@ class Step:
     run: Callable[[], Any]
 
 
+def cache_for(model: Any, batch: Batch, first: slice) -> Cache | None:
+    """A cache for a batch that is run in several pieces, of which this is the first; None for a whole one."""
+    return DynamicCache(config=model.config) if first.stop < batch.input_ids.shape[1] else None
+
+
+def inputs(batch: Batch, queries: slice, device: torch.device, cache: Cache | None) -> dict[str, Any]:
+    """Keyword arguments of a forward pass over a piece."""
+    return batch.inputs(device, queries) | {"past_key_values": cache, "use_cache": cache is not None}
+
+
 @dataclass(frozen=True)
 class _Call:
     """What a decoder layer was called with beside hidden states; None stands in their place."""
@@ -142,7 +152,7 @@ class Layerwise:
                 caches: list[Cache | None] = []
                 for piece in pieces:
                     if piece.queries.start == 0:
-                        caches = [self._cache(piece.batch, piece.queries) for _ in variants]
+                        caches = [cache_for(self, piece.batch, piece.queries) for _ in variants]
                     for variant, context in enumerate(variants):
                         yield Step(
                             piece.batch,
@@ -158,20 +168,12 @@ class Layerwise:
             cache: Cache | None = None
             for queries in batch.pieces():
                 if queries.start == 0:
-                    cache = self._cache(batch, queries)
-                inputs = batch.inputs(self.device, queries) | {
-                    "past_key_values": cache,
-                    "use_cache": cache is not None,
-                }
-                hidden, calls = self._caught(inputs)
+                    cache = cache_for(self, batch, queries)
+                hidden, calls = self._caught(inputs(batch, queries, self.device, cache))
                 memo: dict[int, torch.Tensor] = {}
                 parked = [_moved(call, torch.device("cpu"), memo) for call in calls]
                 pieces.append(_Piece(batch, queries, parked, [hidden.cpu()] * variants))
         return pieces
-
-    def _cache(self, batch: Batch, first: slice) -> Cache | None:
-        """A cache for a batch that is run in several pieces, of which this is the first."""
-        return DynamicCache(config=self.config) if first.stop < batch.input_ids.shape[1] else None
 
     def _caught(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, list[_Call]]:
         """Hidden states before the first layer, and the call of each."""

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvcal import probe
+from kvcal import probe, sources
 from kvcal.arch import ModelSpec
-from kvcal.errors import ModelError, UsageError
+from kvcal.errors import ModelError, UsageError, in_one_line
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -122,6 +122,16 @@ def as_stored(spec: ModelSpec, weights: Collection[str]) -> ModelSpec:
     return replace(spec, layers=tuple(layers))
 
 
+def described(folder: Path) -> ModelSpec:
+    """The model of a checkpoint, as its config and the names of its tensors say.
+
+    Raises:
+        ModelError: no config that transformers and kvcal understand, weights that are not whole, or not both
+            of one model.
+    """
+    return as_stored(probe.read(sources.read_config(folder)), weight_map(folder))
+
+
 def load(folder: Path, spec: ModelSpec, device: torch.device, trust: Trust) -> Any:
     """The model in evaluation mode.
 
@@ -199,7 +209,7 @@ def read(folder: Path, spec: ModelSpec, dtype: torch.dtype, trust: Trust, where:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # transformers raises whatever its loaders raise
-        raise ModelError(f"{folder}: cannot be loaded: {_one_line(error)}") from None
+        raise ModelError(f"{folder}: cannot be loaded: {in_one_line(error)}") from None
     _require_same_weights(folder, info)
     return model.eval()
 
@@ -239,7 +249,7 @@ def load_tokenizer(folder: Path, trust: Trust) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust.remote_code)
     except Exception as error:  # transformers raises whatever its loaders raise
-        raise ModelError(f"{folder}: has no tokenizer that can be loaded: {_one_line(error)}") from None
+        raise ModelError(f"{folder}: has no tokenizer that can be loaded: {in_one_line(error)}") from None
 
 
 def non_finite_weight(model: Any) -> str | None:
@@ -309,7 +319,7 @@ def tensor_names(path: Path) -> set[str]:
             return set(file.keys())
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(
-            f"{path}: is not a whole safetensors file: {_one_line(error)}; download it again"
+            f"{path}: is not a whole safetensors file: {in_one_line(error)}; download it again"
         ) from None
 
 
@@ -319,7 +329,7 @@ def _config(folder: Path, trust: Trust) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust.remote_code)
     except Exception as error:  # transformers raises whatever its loaders raise
-        raise ModelError(f"{folder / 'config.json'}: transformers refuses it: {_one_line(error)}") from None
+        raise ModelError(f"{folder / 'config.json'}: transformers refuses it: {in_one_line(error)}") from None
 
 
 def _require_same_weights(folder: Path, info: dict[str, Any]) -> None:
@@ -349,13 +359,6 @@ def _named(weight: str) -> str:
 def more(others: list[Any]) -> str:
     """Tells in a message of the first of many how many others there are."""
     return f" (and {len(others)} more)" if others else ""
-
-
-def _one_line(error: Exception) -> str:
-    """What a library said, without its line breaks and not without end."""
-    text = " ".join(str(error).split())
-    text = text if len(text) <= 300 else text[:297] + "..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _as_base(config: Any) -> None:

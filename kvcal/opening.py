@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvcal import data, mixed, models, placement, plan, probe, scales, sources
+from kvcal import data, mixed, models, placement, plan, scales, sources
 from kvcal import recipe as recipes
 from kvcal.cache import QuantizedCache
 from kvcal.errors import ModelError, PlanRefused, UsageError
@@ -122,6 +122,7 @@ def recorded_plan(folder: Path, changes: Mapping[str, Any] | None = None) -> Pla
         UsageError: there is no such folder.
         ModelError: it was not written by ``kvcal calibrate``.
     """
+    quiet_libraries()  # a plan runs the model's code
     records = folder / bundle.RECORDS
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder")
@@ -129,7 +130,7 @@ def recorded_plan(folder: Path, changes: Mapping[str, Any] | None = None) -> Pla
         raise ModelError(f"{folder}: holds no kvcal records; it was not written by kvcal calibrate")
     recipe = recipes.load(str(records / "recipe.yaml")).override(changes or {})
     # Folds are in the weights already, so quantized weights are no obstacle to them any more.
-    model = models.as_stored(probe.read(sources.read_config(folder)), models.weight_map(folder))
+    model = models.described(folder)
     resolved = plan.resolve(recipe, replace(model, quant_method=None))
     if recipe.mixed is not None:
         skipped = mixed.read_skipped(records / mixed.RECORD, resolved)
@@ -162,19 +163,17 @@ def base_quantization(folder: Path) -> dict[str, Any] | None:
 
 
 def reopen(
-    folder: Path, request: Request, changes: Mapping[str, Any], narrator: Narrator
-) -> tuple[Any, Plan, QuantizedCache, Any]:
-    """A checkpoint with its model, plan, cache and tokenizer, the recipe's fields replaced by ``changes``.
+    folder: Path, resolved: Plan, request: Request, narrator: Narrator
+) -> tuple[Any, QuantizedCache, Any]:
+    """Model, cache and tokenizer of a checkpoint, by its plan.
 
     Raises:
         ModelError: also for scales of other layers than its config announces.
     """
-    quiet_libraries()
-    resolved = recorded_plan(folder, changes)
     cache = _written_cache(folder, resolved)
     tokenizer = models.load_tokenizer(folder, request.trust)
     model = load(folder, resolved, request.placement, request, narrator)
-    return model, resolved, cache, tokenizer
+    return model, cache, tokenizer
 
 
 def _written_cache(folder: Path, resolved: Plan) -> QuantizedCache:

@@ -21,7 +21,7 @@ import torch
 
 from kvcal import arch, capture, families, model_config
 from kvcal.arch import LayerSpec, ModelSpec
-from kvcal.errors import KvcalError, ModelError
+from kvcal.errors import KvcalError, ModelError, in_one_line
 from kvcal.families import Projections
 
 _TOKENS = 8
@@ -143,7 +143,7 @@ def build(config: Any, *, trust_remote_code: bool = False) -> Any:
         with torch.device("meta"):
             model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises whatever its classes raise
-        raise ModelError(f"config.json: transformers cannot build its model: {_one_line(error)}") from None
+        raise ModelError(f"config.json: transformers cannot build its model: {in_one_line(error)}") from None
     if capture.knows_interface(model):
         model.config._attn_implementation = "eager"  # its masks are made without a look at padding
     with contextlib.suppress(ValueError, AttributeError):  # a model without experts
@@ -158,11 +158,9 @@ def auto_class(config: Any) -> Any:
 
     remote = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     several = config.get_text_config(decoder=True) is not config
-    return (
-        AutoModelForImageTextToText
-        if several and not remote and type(config) in OF_IMAGES
-        else (AutoModelForCausalLM)
-    )
+    if several and not remote and type(config) in OF_IMAGES:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def _config_of(model_type: str, config: Mapping[str, Any]) -> Any:
@@ -181,7 +179,7 @@ def _config_of(model_type: str, config: Mapping[str, Any]) -> Any:
         kind = CONFIG_MAPPING[model_type]
         return kind.from_dict(kind._decode_special_floats(dict(config)))
     except Exception as error:  # transformers raises whatever its validators raise
-        raise ModelError(f"config.json: transformers refuses it: {_one_line(error)}") from None
+        raise ModelError(f"config.json: transformers refuses it: {in_one_line(error)}") from None
 
 
 def _sections(config: Any) -> list[Any]:
@@ -232,7 +230,7 @@ def _run(model: Any, model_type: str) -> list[Seen]:
         raise
     except Exception as error:  # whatever modeling code raises
         raise families.unhandled(
-            model_type, f"cannot be run without weights, to see what it does: {_one_line(error)}"
+            model_type, f"cannot be run without weights, to see what it does: {in_one_line(error)}"
         ) from None
     reasons = [why for why in _oddities(calls, model) if why]
     if reasons:
@@ -364,9 +362,3 @@ def _submodule(model: Any, path: str) -> Any:
         return model.get_submodule(path)
     except AttributeError:
         return None
-
-
-def _one_line(error: Exception) -> str:
-    """What a library said, in one line with an end."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

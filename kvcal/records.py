@@ -12,6 +12,11 @@ import yaml
 
 from kvcal.errors import ModelError, UsageError
 
+# Beside those that every calibration leaves.
+SUITE = "suite.json"
+EXPORT = "export.json"
+COMPARISON = "compare.json"
+
 
 @dataclass(frozen=True)
 class Records:

@@ -178,7 +178,7 @@ def print_plan(console: Console, document: Report) -> None:
         notes.append(f"{layers - own} read the cache of another")
     if document["layers_without_attention"]:
         notes.append(f"{document['layers_without_attention']} more without attention")
-    kv_heads, head_dim, heads = (_or(document[name]) for name in ("kv_heads", "head_dim", "heads"))
+    kv_heads, head_dim, heads = (any_of(document[name]) for name in ("kv_heads", "head_dim", "heads"))
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
@@ -208,7 +208,8 @@ def print_plan(console: Console, document: Report) -> None:
     console.print(table, highlight=False)
 
 
-def _or(value: int | list[int]) -> str:
+def any_of(value: int | list[int]) -> str:
+    """A number, or those that layers differ in."""
     return " or ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -31,7 +31,6 @@ from kvcal import (
     phase,
     plan,
     preflight,
-    probe,
     report,
     run_ranks,
     scales,
@@ -88,9 +87,9 @@ def _calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) -> 
         report.print_plan(narrator.console, plan_document)
         clock = manifest.Clock()
         source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
-        named = bundle.base_weight_map(source.folder, set())
+        named = bundle.base_weight_map(source.folder)
         resolved = replace(resolved, model=models.as_stored(resolved.model, named))
-        bundle.base_weight_map(source.folder, set(naming.tensor_names(resolved)))  # refuse before the work
+        bundle.require_absent(source.folder, named, naming.tensor_names(resolved))  # before the work
         if recipe.weights is not None:
             weights.refuse(source.folder, recipe.weights.scheme, resolved.model)
         tokenizer = models.load_tokenizer(source.folder, request.trust)
@@ -196,7 +195,7 @@ def _quantize_weights(
         weights.quantize(base, target, scheme, job.text, spec, trust=request.trust, say=job.narrator.notice)
     job.clock.lap("quantize weights")
     job.digest = models.digest(target)
-    quantized = models.as_stored(probe.read(sources.read_config(target)), models.weight_map(target))
+    quantized = models.described(target)
     # The KV part of the plan stays as it was; folds are in the weights already.
     job.plan = replace(job.plan, model=replace(quantized, dtype=spec.dtype))
     job.model = opening.load(target, job.plan, where, request, job.narrator)
@@ -277,7 +276,8 @@ def run_validate(
     folder: Path, request: Request, changes: dict[str, Any], narrator: Narrator
 ) -> validate.Validation:
     """Validate a written checkpoint again, on held-out text."""
-    model, resolved, cache, tokenizer = opening.reopen(folder, request, changes, narrator)
+    resolved = opening.recorded_plan(folder, changes)
+    model, cache, tokenizer = opening.reopen(folder, resolved, request, narrator)
     return measure.validated(model, cache, opening.held_out_text(resolved, tokenizer, narrator), narrator)
 
 
@@ -285,7 +285,8 @@ def run_evaluate(
     folder: Path, request: Request, changes: dict[str, Any], narrator: Narrator
 ) -> evaluate.Evaluation:
     """Evaluate a written checkpoint again, on held-out text."""
-    model, resolved, cache, tokenizer = opening.reopen(folder, request, changes, narrator)
+    resolved = opening.recorded_plan(folder, changes)
+    model, cache, tokenizer = opening.reopen(folder, resolved, request, narrator)
     held_out = opening.held_out_text(resolved, tokenizer, narrator)
     with narrator.bar("evaluate", held_out.tokens) as on_tokens:
         return evaluate.evaluate(model, resolved, cache, held_out, on_tokens=on_tokens)

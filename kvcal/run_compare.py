@@ -26,6 +26,7 @@ from kvcal.export import bundle
 from kvcal.opening import Request
 from kvcal.progress import Narrator
 from kvcal.recipe import Recipe
+from kvcal.records import COMPARISON
 
 
 def run_compare(
@@ -82,7 +83,7 @@ def _write(folder: Path, rows: Sequence[Row], document: comparison_report.Docume
 
     with bundle.translated_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        bundle.write_json(folder / "compare.json", document)
+        bundle.write_json(folder / COMPARISON, document)
         (folder / "compare.md").write_text(comparison_report.markdown(rows, document), encoding="utf-8")
         title = f"{document['model']}, {document['tokens']:,} tokens in samples of {document['context']}"
         chart.draw(rows, title, folder / "compare.png")

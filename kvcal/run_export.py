@@ -7,21 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvcal import check, engines, models, opening, plan, probe, report, scales, sources
+from kvcal import check, engines, manifest, mixed, models, opening, plan, report, scales
 from kvcal.engine_spec import EngineSpec
-from kvcal.errors import CheckFailed, ModelError, PlanRefused
+from kvcal.errors import ModelError, PlanRefused
 from kvcal.export import bundle, modelopt, targets
-
-RECORD = "export.json"
+from kvcal.records import EXPORT
 
 # Records of the calibration itself; the rest is about the engine and is written anew.
 _KEPT = (
     "statistics.safetensors",
     "manifest.json",
-    "samples.json",
+    manifest.SAMPLES,
     "report.json",
     "report.md",
-    "mixed.json",
+    mixed.RECORD,
     "folds.json",
     "folds.safetensors",
     "originals.safetensors",
@@ -106,10 +105,8 @@ def run_export(
             serve=targets.serve_command(str(destination), resolved),
             notices=_notices(engine, resolved, base),
         )
-        broken = [f for f in check.check(stage.folder, engine.name) if not f.ok]
-        if broken:
-            raise CheckFailed("; ".join(f"{f.rule}: {f.message}" for f in broken))
-        bundle.write_json(stage.records / RECORD, vars(result) | {"from": was.engine.name})
+        check.require(stage.folder, engine.name)
+        bundle.write_json(stage.records / EXPORT, vars(result) | {"from": was.engine.name})
         stage.commit()
     return result
 
@@ -125,7 +122,7 @@ def _require_same_model(was: plan.Plan, base: Path) -> None:
                 " (--deliver metadata)"
             ]
         )
-    model = models.as_stored(probe.read(sources.read_config(base)), models.weight_map(base))
+    model = models.described(base)
     if len(model.layers) != len(was.layers):
         raise PlanRefused(
             [f"{base} has {len(model.layers)} attention layers, the calibration {len(was.layers)}"]

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 
 from kvcal import __version__, check, manifest, objectives, opening, plan, report, scales
-from kvcal.errors import CheckFailed, ModelError, PlanRefused, UsageError
+from kvcal.errors import ModelError, PlanRefused, UsageError
 from kvcal.export import bundle, targets
 from kvcal.opening import Request
 from kvcal.progress import Narrator
@@ -102,9 +102,7 @@ def run_merge(folders: Sequence[Path], output: Path | None, narrator: Narrator, 
             bundle.write(bundle.Bundle({}, None), first.folder, stage.folder)
         bundle.write(written, first.folder, stage.folder, drop_quantization=base is None)
         result = _result(runs, destination)
-        broken = [f for f in check.check(stage.folder, first.plan.engine.name) if not f.ok]
-        if broken:
-            raise CheckFailed("; ".join(f"{f.rule}: {f.message}" for f in broken))
+        check.require(stage.folder, first.plan.engine.name)
         _write_records(runs, statistics, found, result, stage, written)
         stage.commit()
     return result
@@ -170,7 +168,6 @@ def _value_weights(run: Run, narrator: Narrator) -> dict[int, torch.Tensor] | No
     """What the objective ``attention`` needs of the weights; the model is loaded for it, but not run."""
     if run.plan.recipe.scale.objective != "attention":
         return None
-    opening.quiet_libraries()
     request = Request(str(run.folder), device="cpu")
     loaded = opening.load(run.folder, run.plan, request.placement, request, narrator)
     return objectives.value_weights(loaded, run.plan.model)

@@ -11,9 +11,9 @@ from kvcal.export import bundle
 from kvcal.generation import Served
 from kvcal.opening import Request
 from kvcal.progress import Narrator
+from kvcal.records import SUITE
 from kvcal.suite import Runner
 
-RECORD = "suite.json"
 _PROMPT_TOKENS = 128  # of a continuation
 
 
@@ -49,7 +49,7 @@ def run_suite(
     if round_query and not resolved.format.rounds_query:
         raise PlanRefused([f"--round-query: no kernel computes attention in {resolved.format.name}"])
     chosen = suite.resolve(context=resolved.model.max_context, **wanted)
-    model, resolved, cache, tokenizer = opening.reopen(folder, request, changes, narrator)
+    model, cache, tokenizer = opening.reopen(folder, resolved, request, narrator)
     wanted_text = resolved.recipe.evaluation
     clock = manifest.Clock()
     chunk = wanted_text.chunk
@@ -97,7 +97,7 @@ def run_suite(
     }
     found = suite_report.document(chosen, grid, rows, suite.areas(rows), continued, text, record)
     with bundle.translated_os_errors(folder):
-        bundle.write_json(folder / bundle.RECORDS / RECORD, found)
+        bundle.write_json(folder / bundle.RECORDS / SUITE, found)
     return found
 
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcal import models, probe, sources
+from kvcal import models, sources
 from kvcal.errors import ModelError, UsageError
 from kvcal.export import bundle, folded
 
@@ -41,7 +41,7 @@ def unfold(source: Path, target: Path, *, rounded: bool) -> Unfolded:
     if not rounded:
         _refuse_rounded(source, [n for n, t in record.tensors.items() if t.restored == "rounded"])
     config = sources.read_config(source)
-    model = models.as_stored(probe.read(config), models.weight_map(source))
+    model = models.described(source)
     if (config.get("quantization_config") or {}).get("config_groups"):
         raise ModelError(f"{source}: its weights were quantized after the fold; unfold the model before that")
     lost = sorted(record.tensors.keys() - models.weight_map(source).keys())

@@ -77,9 +77,8 @@ def test_both_kinds_of_request_go_through_the_quantized_cache(
     """Against one masked pass of the emulation, text by text."""
     lm = QuantizedCacheLM(str(exported), round_query=round_query, device="cpu", batch_size=batch_size)
     found = evaluated(lm, tasks)
-    model, _, cache, tokenizer = opening.reopen(
-        exported, Request(str(exported), device="cpu"), {}, Narrator()
-    )
+    request = Request(str(exported), device="cpu")
+    model, cache, tokenizer = opening.reopen(exported, opening.recorded_plan(exported), request, Narrator())
     plain = 0.0
     with torch.inference_mode():
         for row, context in enumerate(CONTEXTS):

@@ -11,7 +11,7 @@ import re
 import shutil
 import socket
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +134,8 @@ def write(bundle: Bundle, base: Path, folder: Path, *, drop_quantization: bool =
     if models.is_pickled(base):
         weight_map = _convert_pickled(bundle, base, folder)
     else:
-        base_map = base_weight_map(base, set(bundle.tensors))
+        base_map = base_weight_map(base)
+        require_absent(base, base_map, bundle.tensors)
         only = _ONLY_SHARD if bundle.tensors else models.SINGLE_NAME
         names = {file: only if file == models.SINGLE_NAME else file for file in set(base_map.values())}
         weight_map = {name: names[file] for name, file in base_map.items()}
@@ -173,15 +174,14 @@ def _rewritten(bundle: Bundle, tensors: dict[str, torch.Tensor]) -> dict[str, to
     return tensors | changed
 
 
-def base_weight_map(base: Path, added: set[str]) -> dict[str, str]:
+def base_weight_map(base: Path) -> dict[str, str]:
     """Tensor -> shard of the base's own weights, without scales that an earlier kvcal run added.
 
     What a shard holds beside what the index lists is in it too. Empty for pickled weights, which have no
     header to read.
 
     Raises:
-        ModelError: a tensor lies in two shards, or one about to be added lies in a shard together with
-            weights; an engine would read both values in no certain order.
+        ModelError: a tensor lies in two shards, of which an engine would read one or the other.
     """
     if models.is_pickled(base):
         return {}
@@ -191,11 +191,19 @@ def base_weight_map(base: Path, added: set[str]) -> dict[str, str]:
         for name in sorted(models.tensor_names(base / file)):
             if found.setdefault(name, file) != file:
                 raise ModelError(f"{base / file}: holds {name}, which is in {found[name]} too; remove one")
-    for name in sorted(added & found.keys()):
-        raise ModelError(
-            f"{base / found[name]}: already carries {name}; calibrate the checkpoint it was made from"
-        )
     return found
+
+
+def require_absent(base: Path, base_map: Mapping[str, str], added: Iterable[str]) -> None:
+    """Refuse tensors that lie among the base's weights already.
+
+    Raises:
+        ModelError: an engine would read both values in no certain order.
+    """
+    for name in sorted(base_map.keys() & set(added)):
+        raise ModelError(
+            f"{base / base_map[name]}: already carries {name}; calibrate the checkpoint it was made from"
+        )
 
 
 def hashes(folder: Path, bundle: Bundle, rewritten: Iterable[str]) -> dict[str, str]:

@@ -80,8 +80,7 @@ def quantized_attention(
         q = quantize(q, q_scale, fmt).view(torch.uint8)
     logit_scale = logit_scale.float()
     value_scale = scale_per_head(v_scale, kv_heads, "v_scale")
-    no_sinks = sinks is None
-    sinks = logit_scale if sinks is None else sinks.float().contiguous()  # never read where there are none
+    weights = logit_scale if sinks is None else sinks.float().contiguous()  # not read where there are none
     k, v = k.view(torch.uint8), v.view(torch.uint8)
 
     out = torch.empty((batch, heads, queries, head_dim), dtype=torch.float32, device=q.device)
@@ -95,7 +94,7 @@ def quantized_attention(
                 out,
                 logit_scale,
                 value_scale,
-                sinks,
+                weights,
                 *q.stride(),
                 *k.stride(),
                 *v.stride(),
@@ -111,7 +110,7 @@ def quantized_attention(
                 BLOCK_K=_BLOCK_K,
                 QUANTIZED_Q=q_scale is not None,
                 SOFTCAPPED=softcap is not None,
-                SINKS=not no_sinks,
+                SINKS=sinks is not None,
                 QUANTIZED_P=quantize_probabilities,
             )
     return out

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from kvcal.page import channels, svg
 from kvcal.page.channels import Profile
-from kvcal.page.figures import SIDE_NAMES, all_values, beside, titled_as, width_for
+from kvcal.page.figures import all_values, beside, side_name, titled_as, width_for
 from kvcal.page.source import Run
 from kvcal.page.svg import Line, Scale
 from kvcal.page.tables import Figure, Table, number
+from kvcal.recipe import Side
 
 
 def channel_figures(run: Run, runs: Sequence[Run]) -> list[Figure]:
@@ -45,7 +46,7 @@ def value_is_mixed(run: Run) -> bool:
     )
 
 
-def _before(run: Run, side: str, after: Mapping[int, Profile]) -> dict[int, Profile] | None:
+def _before(run: Run, side: Side, after: Mapping[int, Profile]) -> dict[int, Profile] | None:
     """Profiles before the folds of this side; None if nothing of it is folded, or it cannot be known."""
     assert run.statistics is not None
     if run.transforms is None:
@@ -57,7 +58,7 @@ def _before(run: Run, side: str, after: Mapping[int, Profile]) -> dict[int, Prof
             continue
         mine = [step for step in transform.steps if step.startswith("key" if side == "k" else "value")]
         touched |= bool(mine)
-        seen = run.statistics.layers[index][side]  # type: ignore[index]
+        seen = run.statistics.layers[index][side]
         known = (channels.unfolded_key if side == "k" else channels.unfolded_value)(seen, transform)
         if known is None:
             return None
@@ -66,7 +67,7 @@ def _before(run: Run, side: str, after: Mapping[int, Profile]) -> dict[int, Prof
 
 
 def _channel_maps(
-    side: str,
+    side: Side,
     before: Mapping[int, Profile] | None,
     after: Mapping[int, Profile],
     run: Run,
@@ -79,7 +80,7 @@ def _channel_maps(
         for stage, profiles in stages.items()
     }
     scale = Scale.of(all_values(grids.values()), logarithmic=True)
-    name = SIDE_NAMES[side]
+    name = side_name(run, side)
     found = []
     for stage, profiles in stages.items():
         titled = titled_as(f"{name} by channel, {stage}", run, runs)
@@ -121,7 +122,7 @@ def _channel_maps(
 
 
 def _head(
-    side: str,
+    side: Side,
     before: Mapping[int, Profile] | None,
     after: Mapping[int, Profile],
     run: Run,
@@ -139,7 +140,7 @@ def _head(
         }
     strokes = {"amax before": "amax old", "rms before": "rms old", "amax after": "amax", "rms after": "rms"}
     values = {name: tensor.tolist() for name, tensor in columns.items()}
-    titled = titled_as(f"{SIDE_NAMES[side]} of layer {index}, head {head}", run, runs)
+    titled = titled_as(f"{side_name(run, side)} of layer {index}, head {head}", run, runs)
     return Figure(
         titled,
         caption,

@@ -11,11 +11,15 @@ from kvcal.page.source import Run
 from kvcal.page.svg import Point, Scale
 from kvcal.page.tables import Figure, Table, number
 from kvcal.recipe import SIDES, Side
-from kvcal.report import nats
+from kvcal.report import SIDE_NAMES, nats
 
 _HEADS = {"k": "KV head", "v": "KV head", "q": "query head"}
 _SIDES = {"k": "after RoPE, as the cache holds it", "v": "as the cache holds it", "q": "after RoPE"}
-SIDE_NAMES = {"k": "K", "v": "V", "q": "Q"}
+
+
+def side_name(run: Run, side: Side) -> str:
+    """What is cached, or asks for it, in words."""
+    return SIDE_NAMES[bool(run.report["latent"])][side]
 
 
 def magnitudes(runs: Sequence[Run]) -> list[Figure]:
@@ -25,7 +29,7 @@ def magnitudes(runs: Sequence[Run]) -> list[Figure]:
     rows = [
         [
             _by_layer(
-                f"Largest magnitude of {SIDE_NAMES[side]}",
+                f"Largest magnitude of {side_name(run, side)}",
                 _SIDES[side],
                 grids[run.name, side],
                 scale,

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from kvcal import __version__, records
 from kvcal.errors import ModelError
 from kvcal.page import heading, sections, source
+from kvcal.records import COMPARISON
 
 PAGE = "report.html"
 _HERE = Path(__file__).parent
@@ -42,7 +43,7 @@ def render(
     try:
         found = sections.sections(runs, compared)
     except records.BROKEN as error:  # each run is whole
-        raise ModelError(f"{comparison or source.COMPARISON}: lacks what is asked of it: {error!r}") from None
+        raise ModelError(f"{comparison or COMPARISON}: lacks what is asked of it: {error!r}") from None
     loader = FileSystemLoader(_HERE)
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -9,7 +9,7 @@ from kvcal.page import channel_figures, figures, serving
 from kvcal.page.source import Run
 from kvcal.page.tables import Section, Table, number
 from kvcal.recipe import SIDES
-from kvcal.report import fidelity_rows, mixed_summary, nats
+from kvcal.report import any_of, fidelity_rows, mixed_summary, nats
 
 
 def sections(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> list[Section]:
@@ -334,8 +334,8 @@ def _facts_of(run: Run) -> dict[str, str]:
     return {
         "model": found["model"]["name"],
         "revision": found["model"]["revision"] or "",
-        "architecture": f"{plan['architecture']}: {plan['layers']} layers, {_or(plan['kv_heads'])} KV heads"
-        f" of {_or(plan['head_dim'])} for {_or(plan['heads'])} query heads",
+        "architecture": f"{plan['architecture']}: {plan['layers']} layers, {any_of(plan['kv_heads'])} KV"
+        f" heads of {any_of(plan['head_dim'])} for {any_of(plan['heads'])} query heads",
         "created": found["created"],
         "calibrated on": f"{text['tokens']:,} tokens of {text['dataset']}, seed {text['seed']}",
         "judged on": f"{held_out['tokens']:,} tokens of {held_out['dataset']}",
@@ -347,10 +347,6 @@ def _facts_of(run: Run) -> dict[str, str]:
         ),
         "held-out text, SHA-256": held_out["sha256"],
     }
-
-
-def _or(value: object) -> str:
-    return " or ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _missing(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> Section | None:

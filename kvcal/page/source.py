@@ -12,13 +12,9 @@ from safetensors import SafetensorError
 
 from kvcal import records
 from kvcal.errors import ModelError, StatisticsError, UsageError
-from kvcal.records import Records
+from kvcal.records import COMPARISON, EXPORT, SUITE, Records
 from kvcal.statistics import Statistics
 from kvcal.transforms.record import Transforms
-
-SUITE = "suite.json"
-EXPORT = "export.json"
-COMPARISON = "compare.json"
 
 
 @dataclass(frozen=True)

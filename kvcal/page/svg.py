@@ -120,14 +120,8 @@ def heat(
             parts.append(f'<path class="{kind}" d="{box}"><title>{escape(tip(y, x))}</title></path>')
     height = _TOP + deep * len(values)
     parts += _across([(_LEFT + (i + 0.5) * wide, name) for i, name in enumerate(column_names)], height, wide)
-    every = -(-11 // deep)
-    parts += [
-        _text(_LEFT - 6, _TOP + (i + 0.5) * deep + 3.5, name, "end")
-        for i, name in enumerate(row_names)
-        if i % every == 0
-    ]
-    parts.append(_text(_LEFT, 14, rows, "start", "axis"))
-    parts.append(_text(width - _RIGHT, height + 28, columns, "end", "axis"))
+    parts += _down(row_names, deep, every=-(-11 // deep))
+    parts += _axes(rows, columns, width - _RIGHT, height + _BOTTOM)
     return drawing(width, height + _BOTTOM, title, description, parts)
 
 
@@ -158,14 +152,8 @@ def raster(
     height = _TOP + deep * len(values)
     parts += _across([(_LEFT + (i + 0.5) * stretch, i) for i in range(count)], height, stretch)
     every = -(-11 // deep)
-    every = every if every <= 2 else 5 * -(-every // 5)
-    parts += [
-        _text(_LEFT - 6, _TOP + (i + 0.5) * deep + 3.5, name, "end")
-        for i, name in enumerate(row_names)
-        if i % every == 0
-    ]
-    parts.append(_text(_LEFT, 14, rows, "start", "axis"))
-    parts.append(_text(width - _RIGHT, height + 28, columns, "end", "axis"))
+    parts += _down(row_names, deep, every if every <= 2 else 5 * -(-every // 5))
+    parts += _axes(rows, columns, width - _RIGHT, height + _BOTTOM)
     return drawing(width, height + _BOTTOM, title, description, parts)
 
 
@@ -234,8 +222,7 @@ def bars(
         box = f"M{left:g} {bottom}v-{tall:.1f}h{wide - 1:.4g}V{bottom}z"
         parts.append(f'<path class="{kind}" d="{box}"><title>{escape(tip(i))}</title></path>')
     parts += _across([(_LEFT + (i + 0.5) * wide, n) for i, n in enumerate(column_names)], bottom, wide)
-    parts.append(_text(_LEFT, 14, unit, "start", "axis"))
-    parts.append(_text(right, height - 6, columns, "end", "axis"))
+    parts += _axes(unit, columns, right, height)
     return drawing(width, height, title, description, parts)
 
 
@@ -345,6 +332,20 @@ def _across(names: Sequence[tuple[float, object]], y: float, wide: float) -> lis
     room = (longest + 1) * _CHARACTER / max(wide, 1e-9)
     every = next(n for n in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128, 256, 1024, 10**6) if n >= room)
     return [_text(x, y + 14, name, "middle") for i, (x, name) in enumerate(names) if i % every == 0]
+
+
+def _down(names: Sequence[object], deep: float, every: float) -> list[str]:
+    """Labels of rows, left of them, of each row so many further down."""
+    return [
+        _text(_LEFT - 6, _TOP + (i + 0.5) * deep + 3.5, name, "end")
+        for i, name in enumerate(names)
+        if i % every == 0
+    ]
+
+
+def _axes(down: str, across: str, right: float, height: float) -> list[str]:
+    """What the axes of a drawing are, at its top left and bottom right."""
+    return [_text(_LEFT, 14, down, "start", "axis"), _text(right, height - 6, across, "end", "axis")]
 
 
 def _text(x: float, y: float, text: object, anchor: str, kind: str | None = None) -> str:

@@ -231,10 +231,11 @@ def bench_attention(
 
     Example: kvcal bench attention --format fp8_e4m3 --shape 8,32,8,16384,128
     """
-    from kvcal import attention_report, run
+    from kvcal import run
+    from kvcal.attention_bench import report
 
     found = run.run_bench_attention(shape or [], fmt or [], repeats, output, terminal.narrator())
     if as_json:
         terminal.print_json(found.document)
     else:
-        attention_report.show(terminal.console(), found)
+        report.show(terminal.console(), found)

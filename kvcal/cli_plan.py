@@ -174,8 +174,8 @@ def _plan_for_all(
 
 
 def _plan_capacity(options: dict[str, Any]) -> None:
-    from kvcal import capacity, capacity_report, engines, gpus, local_gpu, preflight, recommendation
-    from kvcal import measured as measurements
+    from kvcal import engines, preflight
+    from kvcal.planner import capacity, gpus, local_gpu, measured, recommendation, report
     from kvcal.recipe import Recipe
 
     engine = engines.get(options["engine"] or engines.VLLM.name)
@@ -199,11 +199,11 @@ def _plan_capacity(options: dict[str, Any]) -> None:
         price_per_hour=options["price_per_hour"],
     )
     found = capacity.plan(model, deployment)
-    report = options["measured"]
-    losses = measurements.read(report, len(model.caches)) if report else {}
+    of_model = options["measured"]
+    losses = measured.read(of_model, len(model.caches)) if of_model else {}
     limit: float = (Recipe().gates.kl_mean or 0.0) if options["max_kl"] is None else options["max_kl"]
     chosen = recommendation.choose(found, losses, limit)
     if options["as_json"]:
-        terminal.print_json(capacity_report.document(found, chosen))
+        terminal.print_json(report.document(found, chosen))
     else:
-        capacity_report.print_capacity(terminal.console(), found, chosen)
+        report.print_capacity(terminal.console(), found, chosen)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvcal import arch, families, known_shapes, plan, served_model, sources
+from kvcal import arch, families, plan, sources
 from kvcal.arch import ModelSpec
 from kvcal.errors import UsageError
+from kvcal.planner import known_shapes, served_model
+from kvcal.planner.served_model import ServedModel
 from kvcal.progress import Narrator
 from kvcal.recipe import Recipe
-from kvcal.served_model import ServedModel
 
 
 def spec(config: Mapping[str, Any]) -> ModelSpec:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from kvcal import (
-    attention_bench,
-    attention_report,
     bench,
     calibrate,
     check,
@@ -41,6 +39,8 @@ from kvcal import (
     weights,
 )
 from kvcal import recipe as recipes
+from kvcal.attention_bench import decode
+from kvcal.attention_bench import report as attention_report
 from kvcal.errors import PlanRefused, UsageError
 from kvcal.export import bundle, naming, targets
 from kvcal.opening import Request
@@ -350,10 +350,10 @@ def run_bench_phase(
 
 def run_bench_attention(
     shapes: Sequence[str], names: Sequence[str], repeats: int, output: Path | None, narrator: Narrator
-) -> attention_bench.Measurement:
+) -> decode.Measurement:
     """Decode attention of every format beside others' kernels; files in ``output``."""
-    chosen = [attention_bench.Shape.parse(text) for text in shapes] or attention_bench.SHAPES
-    found = attention_bench.measure(chosen, names, repeats, say=narrator.say)
+    chosen = [decode.Shape.parse(text) for text in shapes] or decode.SHAPES
+    found = decode.measure(chosen, names, repeats, say=narrator.say)
     if output is not None:
         attention_report.write(found, output)
         narrator.say(f"wrote attention.json, attention.md and attention.png to {output}")

@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcal import capacity, engines, formats, gpus, layer_cache, served_model
-from kvcal.capacity import Deployment
+from kvcal import engines, formats
 from kvcal.errors import KvcalError, ModelError
 from kvcal.formats import KVFormat
-from kvcal.layer_cache import LayerCache
 from kvcal.page.source import Run
 from kvcal.page.tables import Table
-from kvcal.served_model import ServedModel
+from kvcal.planner import capacity, gpus, layer_cache, served_model
+from kvcal.planner.capacity import Deployment
+from kvcal.planner.layer_cache import LayerCache
+from kvcal.planner.served_model import ServedModel
 
 GPUS = ("a100-80gb", "l40s", "h100", "h200", "b200", "mi300x")
 CONTEXT = 8192

@@ -14,10 +14,11 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from kvcal import capacity, gpus, recipe, run, run_compare
-from kvcal.capacity import Deployment
+from kvcal import recipe, run, run_compare
 from kvcal.engines import VLLM
 from kvcal.page import render, serving, source
+from kvcal.planner import capacity, gpus
+from kvcal.planner.capacity import Deployment
 from kvcal.progress import Narrator
 from kvcal.report import nats
 from kvcal.statistics import Statistics

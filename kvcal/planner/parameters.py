@@ -13,7 +13,7 @@ from typing import Any
 from kvcal import arch, families
 from kvcal.arch import ModelSpec
 from kvcal.errors import PlanRefused
-from kvcal.layer_cache import positive
+from kvcal.model_config import positive_int
 
 
 @dataclass(frozen=True)
@@ -175,15 +175,15 @@ def _mlp(
     """Weights every token goes through, vectors and routers, experts, chosen ones, weights of one."""
     experts_field = next((n for n in ("num_experts", "num_local_experts") if config.get(n)), None)
     if experts_field is None:
-        width = positive(config, "intermediate_size")
+        width = positive_int(config, "intermediate_size")
         biases = (family.matrices - 1) * width + hidden if _has(config, family.mlp_bias) else 0
         return layers * family.matrices * hidden * width, layers * biases, 0, 0, 0
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise PlanRefused(
             ["parameters of a model whose layers have experts in part are not counted; give --weights-gib"]
         )
-    experts, chosen = positive(config, experts_field), positive(config, "num_experts_per_tok")
-    each = config.get("moe_intermediate_size") or positive(config, "intermediate_size")
+    experts, chosen = positive_int(config, experts_field), positive_int(config, "num_experts_per_tok")
+    each = config.get("moe_intermediate_size") or positive_int(config, "intermediate_size")
     shared = config.get("shared_expert_intermediate_size") or 0
     gate = hidden if shared else 0
     return (
@@ -198,7 +198,7 @@ def _mlp(
 def _with_latents(config: Mapping[str, Any]) -> Parameters:
     """DeepSeek-V2 and V3: projections through latents, dense layers first, then experts."""
     hidden, layers, heads, rank, rotary, plain, value = (
-        positive(config, name)
+        positive_int(config, name)
         for name in (
             "hidden_size",
             "num_hidden_layers",
@@ -219,18 +219,18 @@ def _with_latents(config: Mapping[str, Any]) -> Parameters:
     matrices += into * heads * (plain + rotary)
     matrices += hidden * (rank + rotary) + rank * heads * (plain + value) + heads * value * hidden
     dense = min(int(config.get("first_k_dense_replace", 0)), layers)
-    each, experts = positive(config, "moe_intermediate_size"), positive(config, "n_routed_experts")
+    each, experts = positive_int(config, "moe_intermediate_size"), positive_int(config, "n_routed_experts")
     shared = int(config.get("n_shared_experts") or 0)
-    embedding = positive(config, "vocab_size") * hidden
+    embedding = positive_int(config, "vocab_size") * hidden
     tied = bool(config.get("tie_word_embeddings", False))
     return Parameters(
         embedding=embedding,
         head=0 if tied else embedding,
         tied=tied,
         matrices=layers * matrices
-        + 3 * hidden * (dense * positive(config, "intermediate_size") + (layers - dense) * shared * each),
+        + 3 * hidden * (dense * positive_int(config, "intermediate_size") + (layers - dense) * shared * each),
         vectors=layers * (2 * hidden + rank + norms) + hidden + (layers - dense) * experts * hidden,
         experts=experts,
-        chosen=positive(config, "num_experts_per_tok"),
+        chosen=positive_int(config, "num_experts_per_tok"),
         expert=(layers - dense) * 3 * hidden * each,
     )

@@ -11,7 +11,7 @@ from rich.table import Table
 from kvcal.export import bundle
 
 if TYPE_CHECKING:
-    from kvcal.attention_bench import Measurement, Row
+    from kvcal.attention_bench.decode import Measurement, Row
 
 
 def write(found: Measurement, folder: Path) -> None:

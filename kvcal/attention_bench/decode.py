@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from kvcal import formats, gpu_timing
-from kvcal.attention_peers import PAGE, PEERS, Decode, Peer, first_line
+from kvcal import formats
+from kvcal.attention_bench import timing
+from kvcal.attention_bench.peers import PAGE, PEERS, Decode, Peer, first_line
 from kvcal.errors import UsageError
 from kvcal.kernels import dispatch, paged, paged_reference
 from kvcal.kernels.paged import Pages, Segment, Sharing
@@ -211,22 +212,22 @@ def measure(
     torch.manual_seed(_SEED)
     peers = [peer for peer in PEERS if peer.missing() is None]
     for shape in shapes:
-        require_room(shape, cases, peers, torch.cuda.mem_get_info()[0], gpu_timing.l2_bytes())
-    first = gpu_timing.read_peak()
+        require_room(shape, cases, peers, torch.cuda.mem_get_info()[0], timing.l2_bytes())
+    first = timing.read_peak()
     found: list[tuple[Shape, list[_Entry]]] = []
     for shape in shapes:
         say(f"{shape}: compiling and checking")
         found.append((shape, _at_shape(shape, cases, repeats)))
         gc.collect()
         torch.cuda.empty_cache()
-    last = gpu_timing.read_peak()
+    last = timing.read_peak()
     peak = max(first, last)
     environment = {
         "card": torch.cuda.get_device_name(),
-        "driver": gpu_timing.driver(),
+        "driver": timing.driver(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        **{name: gpu_timing.version(name) for name in ("triton", "vllm", "flashinfer-python")},
+        **{name: timing.version(name) for name in ("triton", "vllm", "flashinfer-python")},
         "seed": _SEED,
         "repeats": repeats,
         "page_size": PAGE,
@@ -281,12 +282,12 @@ def _at_shape(shape: Shape, cases: Sequence[Case], repeats: int) -> list[_Entry]
         # The start of a graph costs microseconds, which few calls would share.
         entry.calls *= -(-_FEWEST_CALLS // len(entry.calls))
         try:
-            graphs.append((entry, gpu_timing.graph(entry.calls)))
+            graphs.append((entry, timing.graph(entry.calls)))
         except Exception as error:  # not every kernel of others can be captured
             entry.failure = first_line(error)[:160]
     for _ in range(repeats):
         for entry, graph in graphs:
-            entry.times.append(gpu_timing.replay(graph) / len(entry.calls))
+            entry.times.append(timing.replay(graph) / len(entry.calls))
     for entry in entries:
         entry.calls.clear()
     return entries
@@ -297,7 +298,7 @@ def _ours(case: Case, shape: Shape) -> _Entry:
     segments = [_segment(case, shape)]
     token = segments[0].k.bytes_per_token_head + segments[0].v.bytes_per_token_head
     entry = _Entry(case.name, True, int(token * shape.batch * shape.length * shape.kv_heads))
-    segments += [_segment(case, shape) for _ in range(_copies(entry.bytes, gpu_timing.l2_bytes()) - 1)]
+    segments += [_segment(case, shape) for _ in range(_copies(entry.bytes, timing.l2_bytes()) - 1)]
     q = torch.randn(shape.batch, shape.heads, 1, shape.head_dim, device="cuda", dtype=torch.bfloat16)
     lengths = torch.full((shape.batch,), shape.length, device="cuda", dtype=torch.int32)
     options: dict[str, Any] = {"scaling": shape.head_dim**-0.5}
@@ -328,9 +329,7 @@ def _peer(peer: Peer, shape: Shape) -> _Entry:
         generator = torch.Generator("cuda").manual_seed(_SEED)
         caches = [peer.cache(decode, generator)]
         entry.bytes = sum(side.numel() * side.element_size() for side in caches[0])
-        caches += [
-            peer.cache(decode, generator) for _ in range(_copies(entry.bytes, gpu_timing.l2_bytes()) - 1)
-        ]
+        caches += [peer.cache(decode, generator) for _ in range(_copies(entry.bytes, timing.l2_bytes()) - 1)]
         attend = peer.bind(decode, peer.query(decode))
         entry.calls = [partial(attend, *cache) for cache in caches]
         out = entry.calls[0]()[:1]

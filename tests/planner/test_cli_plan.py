@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvcal import measured
 from kvcal.errors import ModelError, UsageError
+from kvcal.planner import measured
 from tests import tiny
 
 SHAPE = ("plan", "--shape", "llama-3-8b", "--gpu", "h100")
@@ -181,7 +181,7 @@ def test_what_is_no_report_is_refused(text: str, tmp_path: Path) -> None:
 
 # --- the README's table -----------------------------------------------------------------------------------
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README = (Path(__file__).parents[2] / "README.md").read_text()
 COMMANDS = [line.split()[1:] for line in README.splitlines() if line.startswith("    kvcal plan --shape")]
 
 

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
-from kvcal import arch, formats, known_shapes, layer_cache, probe
+from kvcal import arch, formats, probe
 from kvcal.errors import ModelError, PlanRefused, UsageError
-from kvcal.layer_cache import LayerCache
+from kvcal.planner import known_shapes, layer_cache
+from kvcal.planner.layer_cache import LayerCache
 from tests import tiny
 
 FP8, INT4 = formats.get("fp8"), formats.get("int4_per_token_head")

@@ -12,8 +12,9 @@ from typing import Any
 
 from kvcal import arch
 from kvcal.arch import LayerSpec, ModelSpec
-from kvcal.errors import ModelError, PlanRefused, UsageError
+from kvcal.errors import PlanRefused, UsageError
 from kvcal.formats import KVFormat
+from kvcal.model_config import positive_int
 
 
 @dataclass(frozen=True)
@@ -146,18 +147,6 @@ def _latents(config: Mapping[str, Any]) -> tuple[LayerCache, ...]:
     The rotary key beside it is read once.
     """
     names = ("num_hidden_layers", "num_attention_heads", "kv_lora_rank", "qk_rope_head_dim")
-    layers, heads, rank, rotary = (positive(config, name) for name in names)
+    layers, heads, rank, rotary = (positive_int(config, name) for name in names)
     layer = LayerCache(heads, 1, (rank + rotary,), contracted=2 * rank + rotary, latent=True)
     return (layer,) * layers
-
-
-def positive(config: Mapping[str, Any], key: str) -> int:
-    """A field that must be a positive integer.
-
-    Raises:
-        ModelError: it is none.
-    """
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ModelError(f"config.json: {key} must be a positive integer, found {value!r}")
-    return value

@@ -14,8 +14,8 @@ from kvcal import engines, formats
 from kvcal.engine_spec import EngineSpec
 from kvcal.errors import PlanRefused, UsageError
 from kvcal.formats import KVFormat
-from kvcal.gpus import Gpu
-from kvcal.served_model import ServedModel
+from kvcal.planner.gpus import Gpu
+from kvcal.planner.served_model import ServedModel
 
 PLAIN = "16 bits"  # the row of the unquantized cache
 _STATIC_SCALES = 3 * 4  # bytes of a layer's scales of K, V and Q per tensor, whatever the number of tokens

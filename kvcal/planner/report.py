@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from kvcal.capacity import PLAIN, Capacity, Row
-from kvcal.recommendation import Recommendation
+from kvcal.planner.capacity import PLAIN, Capacity, Row
+from kvcal.planner.recommendation import Recommendation
 
 _GIB = 2**30
 

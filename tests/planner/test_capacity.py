@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcal import capacity, engines, formats, gpus, known_shapes, recommendation, served_model
-from kvcal.capacity import PLAIN, Capacity, Deployment, Row
+from kvcal import engines, formats
 from kvcal.errors import PlanRefused, UsageError
-from kvcal.layer_cache import LayerCache
-from kvcal.served_model import ServedModel
+from kvcal.planner import capacity, gpus, known_shapes, recommendation, served_model
+from kvcal.planner.capacity import PLAIN, Capacity, Deployment, Row
+from kvcal.planner.layer_cache import LayerCache
+from kvcal.planner.served_model import ServedModel
 
 GIB = 2**30
 MODELS = {name: served_model.of(known_shapes.get(name), name) for name in known_shapes.names()}

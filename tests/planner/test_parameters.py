@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from kvcal import families, known_shapes, parameters
+from kvcal import families
 from kvcal.errors import PlanRefused
+from kvcal.planner import known_shapes, parameters
 from tests import tiny
 
 _COUNTED = {*parameters._FAMILIES, *parameters._LATENT_FAMILIES}

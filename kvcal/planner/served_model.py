@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvcal import layer_cache, parameters
 from kvcal.errors import ModelError, PlanRefused, UsageError
-from kvcal.layer_cache import LayerCache
-from kvcal.parameters import Parameters
+from kvcal.model_config import positive_int
+from kvcal.planner import layer_cache, parameters
+from kvcal.planner.layer_cache import LayerCache
+from kvcal.planner.parameters import Parameters
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def of(
         weights_bytes=size,
         weight_bits=bits,
         parameters=counted,
-        max_context=layer_cache.positive(config, "max_position_embeddings"),
+        max_context=positive_int(config, "max_position_embeddings"),
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import subprocess
 
-from kvcal import gpus
 from kvcal.errors import UsageError
-from kvcal.gpus import Gpu
+from kvcal.planner import gpus
+from kvcal.planner.gpus import Gpu
 
 
 def detect() -> Gpu:

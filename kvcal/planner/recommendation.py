@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvcal import formats
-from kvcal.capacity import PLAIN, Capacity, Deployment, Row
 from kvcal.errors import PlanRefused
+from kvcal.planner.capacity import PLAIN, Capacity, Deployment, Row
 
 
 @dataclass(frozen=True)

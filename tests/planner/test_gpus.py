@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcal import formats, gpus, local_gpu
+from kvcal import formats
 from kvcal.errors import UsageError
+from kvcal.planner import gpus, local_gpu
 
 every_gpu = pytest.mark.parametrize("gpu", gpus.GPUS, ids=lambda gpu: gpu.name)
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kvcal import calibrate, evaluate, forward, scales
+from kvcal import calibrate, data, evaluate, forward, models, scales
 from kvcal.cache import QuantizedCache
 from kvcal.calibrate import View
 from kvcal.errors import ModelError
 from kvcal.evaluate import Variant
 from kvcal.formats import FP8_E4M3, INT8_PER_TOKEN_HEAD, KVFormat
-from kvcal.recipe import SIDES
+from kvcal.recipe import SIDES, Calibration
 from kvcal.statistics import Statistics
 from tests import tiny
 from tests.test_calibrate import plan_for, token_set
@@ -173,3 +178,51 @@ def test_a_job_in_chunks_says_what_it_validates(
     assert again.document["fidelity"]["kl_mean"] == pytest.approx(
         done.document["fidelity"]["kl_mean"], rel=1e-3
     )
+
+
+@pytest.mark.slow
+def test_128k_tokens_take_no_scores(tmp_path: Path) -> None:
+    """Scores would be 64 GiB; of a first layer, K and V are those of each token alone, wherever it stands."""
+    context = 131_072
+    folder = tiny.save(
+        tmp_path / "model",
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=context,
+    )
+    (tmp_path / "text.txt").write_text(tiny.text(360))
+    output = tmp_path / "out"
+    options = ["--dataset", tmp_path / "text.txt", "--samples", "1", "--seq-len", context, "--output", output]
+    command = [sys.executable, "-m", "kvcal", "calibrate", "--model", folder, *options, "--device", "cpu"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((output / "kvcal" / "manifest.json").read_text())
+    assert manifest["calibration"]["tokens"] == context
+    assert manifest["evaluation"]["tokens"] > Calibration().chunk
+    assert max(each["peak_bytes"] for each in manifest["memory"].values()) < 3 << 30
+    found = Statistics.load(output / "kvcal" / "statistics.safetensors").layers[0]
+    wanted = Calibration(dataset=str(tmp_path / "text.txt"), samples=1)
+    tokenizer = models.load_tokenizer(folder, models.TRUST_NOTHING)
+    (sample,) = data.load(wanted, tokenizer, "calibration", context, wanted.seed).samples
+    q, k, v = projected(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), sample)
+    assert int(found["k"].tokens) == context
+    torch.testing.assert_close(found["q"].amax, q.abs().amax(1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["k"].amax, k.abs().amax(1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["v"].amax, v.abs().amax(1), rtol=1e-5, atol=1e-6)
+
+
+def projected(model: Any, sample: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Q, K and V of the first layer, ``(heads, tokens, head_dim)``, without any attention."""
+    layer = model.model.layers[0]
+    with torch.inference_mode():
+        hidden = model.model.embed_tokens(torch.tensor([sample]))
+        rope = model.model.rotary_emb(hidden, torch.arange(len(sample))[None])
+        normed, attention = layer.input_layernorm(hidden), layer.self_attn
+        names = ("q_proj", "k_proj", "v_proj")
+        q, k, v = (
+            getattr(attention, name)(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+            for name in names
+        )
+        q, k = apply_rotary_pos_emb(q, k, *rope)
+    return q[0], k[0], v[0]

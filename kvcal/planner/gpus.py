@@ -56,11 +56,11 @@ class Gpu:
         """Whether its tensor cores take the codes of a format as they are.
 
         Integers below 8 bits are unpacked, and those with a scale per token are multiplied out, before
-        16-bit tensor cores see them, on every GPU.
+        16-bit tensor cores see them, on every GPU; so is a latent in FP8 beside a rotary key in 16 bits.
         """
         if fmt.name == "nvfp4":
             return self.fp4
-        return self.fp8 and fmt.storage_dtype == "float8_e4m3fn" and not fmt.dynamic
+        return self.fp8 and fmt.storage_dtype == "float8_e4m3fn" and fmt.rounds_query
 
 
 _FNUZ = (

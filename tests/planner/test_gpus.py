@@ -42,6 +42,7 @@ def test_native_formats() -> None:
     assert [gpus.get(n).native(fp8) for n in ("a100", "h100", "b200")] == [False, True, True]
     assert [gpus.get(n).native(nvfp4) for n in ("a100", "h100", "b200")] == [False, False, True]
     assert not gpus.get("b200").native(token)
+    assert not gpus.get("b200").native(formats.get("fp8_latent_bf16_rope"))
     assert not gpus.get("b200").native(formats.get("int8_per_token_head"))
 
 

@@ -3,8 +3,8 @@
 Memory is what the driver counts, in MiB (``nvidia-smi``, ``rocm-smi``): a data sheet's "80 GB" is 79.6 GiB
 on an H100, 80 GiB on an A100 and 74.5 GiB to those who take it for decimal, and its "24 GB" is 22.5 GiB on an
 L4, which keeps the rest for ECC. Counts of A100, L4, L40S and H100 SXM as listed in
-modal-labs/modal-client#2797, that of MI300X in ROCm/legacy-rocm-build#4750. Bandwidth and tensor-core rates are
-the data sheets' peaks; rates are dense, half of what they give with sparsity.
+modal-labs/modal-client#2797, that of MI300X in ROCm/legacy-rocm-build#4750. Bandwidth and tensor-core rates
+are the peaks of data sheets; rates are dense, half of those with sparsity.
 
 >>> get("H100").memory_bytes / 2**30 > 79, get("a100").fp8
 (True, False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcal.arch import LayerSpec, ModelSpec
-from kvcal.errors import UsageError
+from kvcal.errors import ModelError, UsageError
 from kvcal.formats import KVFormat
 from kvcal.model_config import positive_int
 
@@ -140,6 +140,24 @@ def latents(config: Mapping[str, Any]) -> tuple[LayerCache, ...]:
     layers, heads, rank, rotary = (positive_int(config, name) for name in names)
     layer = LayerCache(heads, 1, (rank, rotary), contracted=2 * rank + rotary, latent=True)
     return (layer,) * layers
+
+
+def in_shared_blocks(config: Mapping[str, Any]) -> tuple[LayerCache, ...]:
+    """The caches of Zamba2, from its ``config.json``.
+
+    A few attention blocks serve at many depths: weights are shared, caches are not. transformers gives none
+    of them a layer of its own, so there is nothing that could be read off its code.
+
+    Raises:
+        ModelError: a field is missing or cannot be meant.
+    """
+    names = ("num_attention_heads", "num_key_value_heads", "attention_head_dim")
+    heads, kv_heads, head_dim = (positive_int(config, name) for name in names)
+    kinds = config.get("layers_block_type")
+    if not isinstance(kinds, list) or "hybrid" not in kinds:
+        raise ModelError(f"config.json: layers_block_type must list hybrid layers, found {kinds!r}")
+    layer = LayerCache(heads, kv_heads, (head_dim, head_dim), contracted=2 * head_dim)
+    return (layer,) * kinds.count("hybrid")
 
 
 def of_model(model: ModelSpec) -> tuple[LayerCache, ...]:

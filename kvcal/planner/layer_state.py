@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvcal.arch import ModelSpec
 from kvcal.errors import ModelError, PlanRefused, UsageError
 from kvcal.model_config import positive_int
 
@@ -62,34 +61,34 @@ class LayerState:
         return 2 * self.taps * convolved + self.recurrent_bytes * self.heads // ranks * self.head_elements
 
 
-def of_model(config: Mapping[str, Any], model: ModelSpec) -> tuple[LayerState, ...]:
-    """The states of a model, from its ``config.json`` and what is known of its attention.
+def read(config: Mapping[str, Any], model_type: str, without_attention: int) -> tuple[LayerState, ...]:
+    """The states of a model, from its ``config.json``, and how many of its layers do not attend.
 
     Raises:
         ModelError: a field is missing or cannot be meant.
         PlanRefused: what its other layers keep is not known.
     """
     section = config.get("text_config") or config
-    names = (str(section.get("model_type")), model.model_type)
-    read = next((_ROWS[name] for name in names if name in _ROWS), None)
-    if read is None:
-        if not model.layers_without_attention:
+    names = (str(section.get("model_type")), model_type)
+    of_layer = next((_ROWS[name] for name in names if name in _ROWS), None)
+    if of_layer is None:
+        if not without_attention:
             return ()
         raise PlanRefused(
             [
-                f"what the {model.layers_without_attention} layers without attention of model_type"
-                f" {model.model_type!r} keep is not known; it is for {', '.join(sorted(_ROWS))}"
+                f"what the {without_attention} layers without attention of model_type {model_type!r} keep is"
+                f" not known; it is for {', '.join(sorted(_ROWS))}"
             ]
         )
-    return (read(section),) * _count(section, model)
+    return (of_layer(section),) * _count(section, model_type, without_attention)
 
 
-def _count(section: Mapping[str, Any], model: ModelSpec) -> int:
+def _count(section: Mapping[str, Any], model_type: str, without_attention: int) -> int:
     """Layers with a state: in some families every layer, in others those that do not attend."""
-    if model.model_type in _IN_EVERY_LAYER:
+    if model_type in _IN_EVERY_LAYER:
         return positive_int(section, "num_hidden_layers")
-    if model.model_type != "nemotron_h":
-        return model.layers_without_attention
+    if model_type != "nemotron_h":
+        return without_attention
     # Its MLPs are layers too. Checkpoints have a letter for each layer, or its kind in a list.
     letters, kinds = section.get("hybrid_override_pattern"), section.get("layers_block_type")
     if isinstance(kinds, list):

@@ -76,8 +76,12 @@ def kept(config: Mapping[str, Any], spec: Callable[[Mapping[str, Any]], ModelSpe
     if layer_cache.caches_latents(config):
         longest = positive_int(config, "max_position_embeddings")
         return Kept(layer_cache.latents(config), (), longest)
+    if config.get("model_type") == "zamba2":
+        longest = positive_int(config, "max_position_embeddings")
+        return Kept(layer_cache.in_shared_blocks(config), layer_state.read(config, "zamba2", 0), longest)
     model = spec(config)
-    return Kept(layer_cache.of_model(model), layer_state.of_model(config, model), model.max_context)
+    states = layer_state.read(config, model.model_type, model.layers_without_attention)
+    return Kept(layer_cache.of_model(model), states, model.max_context)
 
 
 def of(

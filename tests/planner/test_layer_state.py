@@ -50,7 +50,9 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "mamba_headdim": 16,
         "n_mamba_heads": 12,
         "mamba_ngroups": 2,
-        "layers_block_type": ["mamba", "hybrid", "mamba"],
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "hybrid"],
+        "num_hidden_layers": 5,
+        "num_mem_blocks": 2,
         "adapter_rank": 4,
         "use_mamba_kernels": False,
     },
@@ -187,6 +189,8 @@ def test_what_is_not_known_is_refused_by_name() -> None:
         kept("qwen3_next", linear_conv_kernel_dim=None)
     with pytest.raises(ModelError, match="5 heads of V do not divide into 2 of K"):
         kept("qwen3_next", linear_num_value_heads=5)
+    with pytest.raises(ModelError, match="layers_block_type must list hybrid layers"):
+        kept("zamba2", layers_block_type=["mamba"] * 5)
 
 
 MAMBA_2 = LayerState(taps=3, channels=4096, heads=64, head_elements=64 * 128, groups=8, group_channels=256)

@@ -73,6 +73,13 @@ def kept(config: Mapping[str, Any], spec: Callable[[Mapping[str, Any]], ModelSpe
         ModelError: a field is missing or cannot be meant.
         PlanRefused: what some layer keeps is not known.
     """
+    if config.get("is_encoder_decoder"):
+        raise PlanRefused(
+            [
+                f"model_type {config.get('model_type')!r} is an encoder-decoder, whose two caches grow with"
+                " different texts; capacity is planned for decoders alone"
+            ]
+        )
     if layer_cache.caches_latents(config):
         longest = positive_int(config, "max_position_embeddings")
         return Kept(layer_cache.latents(config), (), longest)

@@ -237,6 +237,11 @@ def test_what_a_head_multiplies() -> None:
     assert served_model.kept(known_shapes.get("deepseek-v3")).caches[0].contracted == 576 + 512
 
 
+def test_encoder_decoders_are_refused() -> None:
+    with pytest.raises(PlanRefused, match="'bart' is an encoder-decoder, whose two caches"):
+        served_model.kept({"model_type": "bart", "is_encoder_decoder": True}, probe.read)
+
+
 def test_unusable_configs_are_refused() -> None:
     with pytest.raises(ModelError, match="qk_rope_head_dim must be a positive integer"):
         served_model.kept(known_shapes.get("deepseek-v3") | {"qk_rope_head_dim": None})

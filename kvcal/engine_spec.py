@@ -77,12 +77,12 @@ class EngineSpec:
         loads_latent_scale: the one scale of that vector reaches its kernels; otherwise it is 1.0.
         about_latents: what it does with models that cache latents, where it has no format or no scale for
             them.
-        pages_hold_states: a page is made as long as the state of a layer without attention needs, which is
-            padded to it.
         notes: what else the engine ignores, or takes another way.
         answers_live: ``kvcal check --live`` can start it and ask what it holds.
         forgets_over_16_bits: it sets scales to 1.0 when it loads them for a 16-bit cache.
         standalone: its files hold scales alone, without a checkpoint around them.
+        pages_hold_states: a page is made as long as the state of a layer without attention needs, which is
+            padded to it.
     """
 
     name: str
@@ -115,11 +115,11 @@ class EngineSpec:
     latent_formats: tuple[str, ...] = ()
     loads_latent_scale: bool = False
     about_latents: str = "is not known to quantize a cached latent"
-    pages_hold_states: bool = False
     notes: tuple[str, ...] = ()
     answers_live: bool = False
     forgets_over_16_bits: bool = False
     standalone: bool = False
+    pages_hold_states: bool = False
 
     def scale_name(self, layer: LayerSpec, side: str) -> str:
         """Name of the tensor that holds the scale of k, v or q."""

@@ -81,6 +81,8 @@ class EngineSpec:
         answers_live: ``kvcal check --live`` can start it and ask what it holds.
         forgets_over_16_bits: it sets scales to 1.0 when it loads them for a 16-bit cache.
         standalone: its files hold scales alone, without a checkpoint around them.
+        pages_hold_states: a page is made as long as the state of a layer without attention needs, which is
+            padded to it.
     """
 
     name: str
@@ -117,6 +119,7 @@ class EngineSpec:
     answers_live: bool = False
     forgets_over_16_bits: bool = False
     standalone: bool = False
+    pages_hold_states: bool = False
 
     def scale_name(self, layer: LayerSpec, side: str) -> str:
         """Name of the tensor that holds the scale of k, v or q."""

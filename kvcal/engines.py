@@ -77,6 +77,8 @@ VLLM = EngineSpec(
     # kernels read one _k_scale for latent and rotary key (vllm#37054).
     latent_formats=("fp8_e4m3",),
     about_latents="MLA attention has no parameter for a scale, and serves FP8 at scale 1.0 without a word",
+    # platforms/interface.py, which also aligns them to the page that was asked for
+    pages_hold_states=True,
     notes=(
         "ignores rotations of K and Q that a checkpoint asks for: it makes transforms of linear layers alone"
         " (compressed_tensors/transform/linear.py)",

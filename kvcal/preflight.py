@@ -62,4 +62,4 @@ def served_model_named(
     else:
         source = sources.locate(model or "", revision, weights=False, say=narrator.say)
         name, config = source.name, source.config()
-    return served_model.of(config, name, weights_gib, weights_bits)
+    return served_model.of(config, name, weights_gib, weights_bits, spec)

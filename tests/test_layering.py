@@ -26,6 +26,7 @@ RANKS: dict[str, float] = {
     "planner.known_shapes": 1,
     "planner.gpus": 1.5,
     "planner.layer_cache": 2.2,
+    "planner.layer_state": 2.2,
     "planner.parameters": 2.3,
     "planner.served_model": 2.4,
     "planner.measured": 3,

@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcal import engines, formats
+from kvcal import engines, formats, probe
 from kvcal.errors import KvcalError, ModelError
 from kvcal.formats import KVFormat
 from kvcal.page.source import Run
 from kvcal.page.tables import Table
-from kvcal.planner import capacity, gpus, layer_cache, served_model
+from kvcal.planner import capacity, gpus, served_model
 from kvcal.planner.capacity import Deployment
-from kvcal.planner.layer_cache import LayerCache
-from kvcal.planner.served_model import ServedModel
+from kvcal.planner.served_model import Kept, ServedModel
 
 GPUS = ("a100-80gb", "l40s", "h100", "h200", "b200", "mi300x")
 CONTEXT = 8192
@@ -28,14 +27,14 @@ def requests_table(runs: Sequence[Run]) -> tuple[Table | None, list[str]]:
     rows, notes = [], []
     for run in runs:
         try:
-            caches = _caches(run)
+            kept = _kept(run)
         except KvcalError as error:
             notes.append(f"Requests of {run.name} are not counted: {error}.")
             continue
         for context in _contexts(run):
             plain, stored = (
-                request_bytes(run, caches, context, quantized=False),
-                request_bytes(run, caches, context),
+                request_bytes(run, kept, context, quantized=False),
+                request_bytes(run, kept, context),
             )
             rows.append(
                 (run.name, f"{context:,}", _bytes(plain), _bytes(stored), f"{plain / stored:.2f} × less")
@@ -85,7 +84,7 @@ def fits(run: Run) -> list[Fit]:
     Raises:
         KvcalError: there is no checkpoint, or its caches or weights cannot be counted.
     """
-    caches, model, fmt = _caches(run), _model(run), _format(run)
+    kept, model, fmt = _kept(run), _model(run), _format(run)
     engine = engines.get(run.engine["name"])
     context = min(CONTEXT, model.max_context)
     found = []
@@ -93,7 +92,7 @@ def fits(run: Run) -> list[Fit]:
         where = Deployment(gpus.get(name), engine, context, page=PAGE)
         free = capacity.free_bytes(model, where)
         plain, stored = (
-            max(0, int(free // request_bytes(run, caches, context, quantized=quantized)))
+            max(0, int(free // request_bytes(run, kept, context, quantized=quantized)))
             for quantized in (False, True)
         )
         reads = "computed natively" if where.gpu.native(fmt) else "dequantized on load"
@@ -108,18 +107,19 @@ def _how(run: Run, found: Sequence[Fit]) -> str:
     return f"{run.records.plan['format']} on {'; '.join(told)}."
 
 
-def request_bytes(run: Run, caches: Sequence[LayerCache], context: int, *, quantized: bool = True) -> int:
-    """Bytes of one request in whole pages; layers that stay in 16 bits count as such."""
+def request_bytes(run: Run, kept: Kept, context: int, *, quantized: bool = True) -> int:
+    """Bytes of one request in whole pages and with its states; layers that stay in 16 bits count as such."""
     fmt, layers = _format(run), run.report["layers"]
-    return sum(
+    tokens = sum(
         cache.bytes_per_token(fmt if quantized and layer["index"] not in run.skipped else None)
         * cache.tokens_held(context, PAGE)
-        for cache, layer in zip(caches, layers, strict=True)
+        for cache, layer in zip(kept.caches, layers, strict=True)
     )
+    return tokens + sum(state.bytes_on() for state in kept.states)
 
 
-def _caches(run: Run) -> tuple[LayerCache, ...]:
-    return layer_cache.read(_config(run))
+def _kept(run: Run) -> Kept:
+    return served_model.kept(_config(run), probe.read)
 
 
 def _model(run: Run) -> ServedModel:
@@ -127,7 +127,7 @@ def _model(run: Run) -> ServedModel:
     quantized = run.records.manifest["architecture"]["quant_method"] is not None
     shards = run.records.folder.glob("*.safetensors")
     size = sum(shard.stat().st_size for shard in shards) / _GIB if quantized else None
-    return served_model.of(_config(run), run.records.model, weights_gib=size)
+    return served_model.of(_config(run), run.records.model, size, spec=probe.read)
 
 
 def _config(run: Run) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from kvcal.engine_spec import EngineSpec
 from kvcal.errors import PlanRefused, UsageError
 from kvcal.formats import KVFormat
 from kvcal.planner.gpus import Gpu
+from kvcal.planner.layer_cache import LayerCache
 from kvcal.planner.served_model import ServedModel
 
 PLAIN = "16 bits"  # the row of the unquantized cache
@@ -52,11 +53,14 @@ class Row:
 
     Attributes:
         format: its name; :data:`PLAIN` for the unquantized cache.
+        page: tokens of a page; more than were asked for where the engine makes it hold a recurrent state.
         bytes_per_token: that a token adds while no window is full, with its scales.
-        request_bytes: of one request at the context, in whole pages.
+        state_bytes: of a request's recurrent states, whatever its length, as the engine stores them.
+        request_bytes: of one request at the context, in whole pages, with its states.
         fitting: requests that fit beside the weights.
         requests: that the step below is about; 0 if none fits.
-        step_bytes: read by one decode step, on all GPUs together.
+        step_bytes: moved by one decode step, on all GPUs together: weights and cache are read, states read
+            and written.
         latency: seconds of a decode step, at least; None without a request.
         kernel_latency: the same with attention as slow as this engine's kernel was measured to be.
         limit: what bounds the larger part of the step, ``memory`` or ``compute``.
@@ -67,7 +71,9 @@ class Row:
     """
 
     format: str
+    page: int
     bytes_per_token: int
+    state_bytes: int
     request_bytes: int
     fitting: int
     requests: int
@@ -116,7 +122,8 @@ def plan(model: ServedModel, deployment: Deployment) -> Capacity:
     free = free_bytes(model, deployment)
     if free <= 0:
         raise PlanRefused([_too_large(model, deployment)])
-    served = [fmt for fmt in formats.FORMATS if _served_by(fmt, model)]
+    # That of cached latents is listed for them whoever serves it: vLLM's own form of it takes more.
+    served = [f for f in formats.FORMATS if _served_by(f, model) or (f.latent_only and model.latent)]
     rows = tuple(_row(model, deployment, free, fmt) for fmt in (None, *served))
     if not any(row.fitting for row in rows):
         raise PlanRefused(
@@ -167,7 +174,7 @@ def refusal(fmt: KVFormat, model: ServedModel, deployment: Deployment) -> str | 
     """Why the engine does not serve this model with such a cache on this GPU; None if it does."""
     engine, gpu = deployment.engine, deployment.gpu
     if fmt.name not in engine.cache_dtype:
-        return f"{engine.title} has no such cache"
+        return f"{engine.title} has no such cache{_about_own_form(fmt, model)}"
     if engine.nvidia_only and not gpu.title.startswith("NVIDIA"):
         return f"{engine.title} runs on NVIDIA GPUs alone"
     if model.latent and fmt.name not in engine.latent_formats:
@@ -176,7 +183,7 @@ def refusal(fmt: KVFormat, model: ServedModel, deployment: Deployment) -> str | 
     if unit is not None and not (gpu.fp8 if unit == "fp8" else gpu.fp4):
         return f"{engine.title} needs {unit.upper()} units for it, {gpu.architecture} has none"
     multiple, smallest = engine.head_dim_multiple.get(fmt.name, 1), engine.smallest_head_dim.get(fmt.name, 1)
-    for width in sorted({width for cache in model.caches for width in cache.vectors}):
+    for width in sorted({width for cache in model.caches for width in _read_at_once(cache)}):
         if width % multiple or width < smallest:
             return (
                 f"{engine.title} takes heads of {smallest} and more, in multiples of {multiple}, not {width}"
@@ -184,11 +191,28 @@ def refusal(fmt: KVFormat, model: ServedModel, deployment: Deployment) -> str | 
     return None
 
 
+def _read_at_once(cache: LayerCache) -> tuple[int, ...]:
+    """Elements of the vectors that kernels read: a latent and its rotary key are one."""
+    return (sum(cache.vectors),) if cache.latent else cache.vectors
+
+
+def _about_own_form(fmt: KVFormat, model: ServedModel) -> str:
+    """How vLLM's fp8_ds_mla differs from a format that has its layout (``flashmla_sparse.py``)."""
+    if not fmt.latent_only:
+        return ""
+    cache = model.caches[0]
+    tiles = -(-cache.vectors[0] // 128)
+    size = cache.bytes_per_token(fmt)
+    return (
+        f"; vLLM's fp8_ds_mla, for sparse attention alone, adds a float32 scale to each 128 channels:"
+        f" {size + 4 * tiles} bytes per token and layer, not {size}"
+    )
+
+
 def _row(model: ServedModel, deployment: Deployment, free: float, fmt: KVFormat | None) -> Row:
-    ranks, page, context = deployment.ranks, deployment.page, deployment.context
+    ranks, page = deployment.ranks, page_of(model, deployment, fmt)
     caches = model.caches
-    held = [cache.tokens_held(context, page) for cache in caches]
-    on_each = sum(c.bytes_per_token(fmt, ranks) * n for c, n in zip(caches, held, strict=True))
+    on_each = _request_bytes(model, deployment, fmt, ranks)
     scales = 0 if fmt is None or fmt.dynamic else _STATIC_SCALES * len(caches)
     fitting = max(0, int((free - scales) // on_each))
     wanted = fitting if deployment.requests is None else deployment.requests
@@ -197,8 +221,10 @@ def _row(model: ServedModel, deployment: Deployment, free: float, fmt: KVFormat 
     price = deployment.price_per_hour
     return Row(
         format=fmt.name if fmt else PLAIN,
-        bytes_per_token=sum(cache.bytes_per_token(fmt) for cache in caches),
-        request_bytes=sum(c.bytes_per_token(fmt) * n for c, n in zip(caches, held, strict=True)),
+        page=page,
+        bytes_per_token=sum(cache.bytes_added(fmt) for cache in caches),
+        state_bytes=_state_bytes(model, deployment, fmt, 1),
+        request_bytes=_request_bytes(model, deployment, fmt, 1),
         fitting=fitting,
         requests=requests,
         step_bytes=step.bytes if step else 0.0,
@@ -210,6 +236,34 @@ def _row(model: ServedModel, deployment: Deployment, free: float, fmt: KVFormat 
         refused=refusal(fmt, model, deployment) if fmt else None,
         served_by=_served_by(fmt, model) if fmt else (),
     )
+
+
+def page_of(model: ServedModel, deployment: Deployment, fmt: KVFormat | None) -> int:
+    """Tokens of a page: as many as are asked for, or the least multiple of it that holds a state."""
+    page, ranks = deployment.page, deployment.ranks
+    if not (model.states and deployment.engine.pages_hold_states):
+        return page
+    state = max(state.bytes_on(ranks) for state in model.states)
+    return page * -(-state // (page * _widest(model, fmt, ranks)))
+
+
+def _widest(model: ServedModel, fmt: KVFormat | None, ranks: int) -> int:
+    """Bytes of a token in the layer that adds most."""
+    return max(cache.bytes_added(fmt, ranks) for cache in model.caches)
+
+
+def _request_bytes(model: ServedModel, deployment: Deployment, fmt: KVFormat | None, ranks: int) -> int:
+    """Of one request on one of ``ranks`` GPUs, 1 for all of it."""
+    page, context = page_of(model, deployment, fmt), deployment.context
+    tokens = sum(c.bytes_per_token(fmt, ranks) * c.tokens_held(context, page) for c in model.caches)
+    return tokens + _state_bytes(model, deployment, fmt, ranks)
+
+
+def _state_bytes(model: ServedModel, deployment: Deployment, fmt: KVFormat | None, ranks: int) -> int:
+    """Of one request's recurrent states, in pages where the engine keeps them there."""
+    if model.states and deployment.engine.pages_hold_states:
+        return len(model.states) * page_of(model, deployment, fmt) * _widest(model, fmt, ranks)
+    return sum(state.bytes_on(ranks) for state in model.states)
 
 
 @dataclass(frozen=True)
@@ -227,13 +281,14 @@ def _step(model: ServedModel, deployment: Deployment, fmt: KVFormat | None, requ
     rate = gpu.flops * (2 if gpu.fp8 and model.weight_bits == 8 else 1)
     active = model.parameters.active if model.parameters else 0
     linear = (weights / gpu.bandwidth, 2 * active * requests / ranks / rate)
-    cache = requests * _cache_read(model, deployment, fmt)
+    states = requests * 2 * sum(state.bytes_on(ranks) for state in model.states)
+    cache = requests * _cache_read(model, deployment, fmt) + states
     attention = (cache / gpu.bandwidth, requests * _attention_time(model, deployment, fmt))
     seconds = max(linear) + max(attention)
     kernel = None
     if fmt is not None and fmt.name in engine.decode_time and not model.latent:
         plain = requests * _cache_read(model, deployment, None) / gpu.bandwidth
-        kernel = max(linear) + max(*attention, plain * engine.decode_time[fmt.name])
+        kernel = max(linear) + max(*attention, plain * engine.decode_time[fmt.name] + states / gpu.bandwidth)
     larger = max(linear, attention, key=max)
     return _Step(
         bytes=ranks * (weights + cache),
@@ -244,7 +299,7 @@ def _step(model: ServedModel, deployment: Deployment, fmt: KVFormat | None, requ
 
 
 def _cache_read(model: ServedModel, deployment: Deployment, fmt: KVFormat | None) -> int:
-    """Bytes of one request's cache that a step reads on each GPU."""
+    """Bytes of one request's K and V that a step reads on each GPU, shared ones once per layer."""
     return sum(
         cache.bytes_per_token(fmt, deployment.ranks) * cache.tokens_read(deployment.context)
         for cache in model.caches
@@ -264,10 +319,13 @@ def _attention_time(model: ServedModel, deployment: Deployment, fmt: KVFormat | 
 
 def _notices(model: ServedModel, deployment: Deployment) -> tuple[str, ...]:
     notices = []
-    ranks, cache = deployment.ranks, model.caches[0]
-    if ranks > cache.kv_heads:
-        what = "the latent" if cache.latent else "each KV head"
-        notices.append(f"{what} is held {ranks // cache.kv_heads} times by {ranks} GPUs")
+    ranks, fewest = deployment.ranks, min(model.caches, key=lambda cache: cache.kv_heads)
+    if ranks > fewest.kv_heads:
+        alike = len({cache.kv_heads for cache in model.caches}) == 1
+        what = "the latent" if fewest.latent else "each KV head" if alike else "a KV head of some layers"
+        notices.append(f"{what} is held {ranks // fewest.kv_heads} times by {ranks} GPUs")
+    if model.states:
+        notices.append(_about_states(model, deployment))
     if model.parameters is None:
         notices.append("all weights count as read by every step, and none of their arithmetic is counted")
     elif model.parameters.experts:
@@ -275,3 +333,15 @@ def _notices(model: ServedModel, deployment: Deployment) -> tuple[str, ...]:
     if deployment.gpu.note:
         notices.append(f"{deployment.gpu.title}: {deployment.gpu.note}")
     return tuple(notices)
+
+
+def _about_states(model: ServedModel, deployment: Deployment) -> str:
+    size = sum(state.bytes_on() for state in model.states)
+    told = (
+        f"layers with a recurrence ({len(model.states)}) keep {size / 2**20:.1f} MiB of a request at any"
+        " length, as vLLM stores it; no format makes it smaller"
+    )
+    page = page_of(model, deployment, None)
+    if page == deployment.page:
+        return told
+    return f"{told}; {deployment.engine.title} holds each in a page, which has {page:,} tokens in 16 bits"

@@ -2,7 +2,9 @@
 
 Memory is what the driver counts, in MiB (``nvidia-smi``, ``rocm-smi``): a data sheet's "80 GB" is 79.6 GiB
 on an H100, 80 GiB on an A100 and 74.5 GiB to those who take it for decimal, and its "24 GB" is 22.5 GiB on an
-L4, which keeps the rest for ECC. Bandwidth and tensor-core rates are peaks; rates are dense.
+L4, which keeps the rest for ECC. Counts of A100, L4, L40S and H100 SXM as listed in
+modal-labs/modal-client#2797, that of MI300X in ROCm/legacy-rocm-build#4750. Bandwidth and tensor-core rates
+are the peaks of data sheets; rates are dense, half of those with sparsity.
 
 >>> get("H100").memory_bytes / 2**30 > 79, get("a100").fp8
 (True, False)
@@ -32,7 +34,7 @@ class Gpu:
         fp4: tensor cores compute in NVFP4.
         source: where the numbers were read.
         aliases: other names.
-        note: what else an FP8 cache meets there.
+        note: what else its user should know.
     """
 
     name: str
@@ -56,11 +58,11 @@ class Gpu:
         """Whether its tensor cores take the codes of a format as they are.
 
         Integers below 8 bits are unpacked, and those with a scale per token are multiplied out, before
-        16-bit tensor cores see them, on every GPU.
+        16-bit tensor cores see them, on every GPU; so is a latent in FP8 beside a rotary key in 16 bits.
         """
         if fmt.name == "nvfp4":
             return self.fp4
-        return self.fp8 and fmt.storage_dtype == "float8_e4m3fn" and not fmt.dynamic
+        return self.fp8 and fmt.storage_dtype == "float8_e4m3fn" and fmt.rounds_query
 
 
 _FNUZ = (
@@ -79,7 +81,7 @@ GPUS: tuple[Gpu, ...] = (
         312e12,
         fp8=False,
         fp4=False,
-        source="NVIDIA A100 Tensor Core GPU data sheet (nvidia-a100-datasheet-us-nvidia-1758950)",
+        source="NVIDIA A100 Tensor Core GPU data sheet (nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf)",
     ),
     Gpu(
         "a100-80gb",
@@ -91,7 +93,7 @@ GPUS: tuple[Gpu, ...] = (
         312e12,
         fp8=False,
         fp4=False,
-        source="NVIDIA A100 Tensor Core GPU data sheet (nvidia-a100-datasheet-us-nvidia-1758950)",
+        source="NVIDIA A100 Tensor Core GPU data sheet (nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf)",
         aliases=("a100",),
     ),
     Gpu(
@@ -104,7 +106,7 @@ GPUS: tuple[Gpu, ...] = (
         312e12,
         fp8=False,
         fp4=False,
-        source="NVIDIA A100 Tensor Core GPU data sheet (nvidia-a100-datasheet-us-nvidia-1758950)",
+        source="NVIDIA A100 Tensor Core GPU data sheet (nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf)",
     ),
     Gpu(
         "l4",
@@ -116,7 +118,7 @@ GPUS: tuple[Gpu, ...] = (
         121e12,
         fp8=True,
         fp4=False,
-        source="NVIDIA L4 Tensor Core GPU data sheet (nvidia.com/en-us/data-center/l4)",
+        source="NVIDIA L4 Tensor Core GPU data sheet",
     ),
     Gpu(
         "l40s",
@@ -178,6 +180,7 @@ GPUS: tuple[Gpu, ...] = (
         fp8=True,
         fp4=True,
         source="NVIDIA HGX B200 data sheet (nvidia.com/en-us/data-center/hgx), a GPU of eight",
+        note="drivers count a bus of 7,680 bits, so 7.67 TB/s, where the data sheet has 8 (pytorch/ao#4002)",
     ),
     Gpu(
         "mi300x",
@@ -189,21 +192,21 @@ GPUS: tuple[Gpu, ...] = (
         1307.4e12,
         fp8=True,
         fp4=False,
-        source="AMD Instinct MI300X accelerator data sheet (amd.com/en/products/accelerators/instinct/mi300)",
+        source="AMD Instinct MI300X accelerator data sheet",
         note=_FNUZ,
     ),
-    # No driver's count was seen: 256 GB taken for decimal, which is the cautious reading.
+    # No driver's count was seen: AMD's 256 GiB, less the 16 MiB that the MI300X's driver keeps of 192 GiB.
     Gpu(
         "mi325x",
         "AMD Instinct MI325X",
         ("MI325X",),
         "CDNA 3",
-        244140,
+        262128,
         6000e9,
         1307.4e12,
         fp8=True,
         fp4=False,
-        source="AMD Instinct MI325X accelerator data sheet (amd.com/en/products/accelerators/instinct/mi300)",
+        source="AMD Instinct MI325X accelerator data sheet; memory: ROCm, AMD GPU specifications",
         note=_FNUZ,
     ),
     Gpu(
@@ -258,4 +261,7 @@ def of_device(device: str) -> Gpu:
     for gpu in GPUS:
         if any(device.endswith(known) for known in gpu.devices):
             return gpu
-    raise UsageError(f"{device!r} is not among the GPUs that kvcal knows: {', '.join(names())}")
+    raise UsageError(
+        f"{device!r} is not among the GPUs that kvcal knows, and no driver tells a bandwidth; --gpu takes one"
+        f" that comes near: {', '.join(names())}"
+    )

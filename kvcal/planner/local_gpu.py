@@ -14,7 +14,7 @@ def detect() -> Gpu:
     """The row of the first GPU here; all of a machine's are taken to be alike.
 
     Raises:
-        UsageError: there is none, or kvcal has no row for it.
+        UsageError: there is none, kvcal has no row for it, or what is here is a part of one.
     """
     device = _from_driver() or _from_torch()
     if device is None:
@@ -26,13 +26,19 @@ def _from_driver() -> str | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    command = [program, "--query-gpu=name", "--format=csv,noheader"]
+    command = [program, "--query-gpu=name,mig.mode.current", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    return lines[0] if done.returncode == 0 and lines else None
+    if done.returncode or not done.stdout.strip():
+        return None
+    name, _, parts = done.stdout.strip().splitlines()[0].rpartition(", ")
+    if parts.strip() == "Enabled":
+        raise UsageError(
+            f"--gpu auto: {name} is cut into parts (MIG), whose memory and bandwidth are not known"
+        )
+    return name.strip()
 
 
 def _from_torch() -> str | None:

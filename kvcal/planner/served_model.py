@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvcal import arch
+from kvcal.arch import ModelSpec
 from kvcal.errors import ModelError, PlanRefused, UsageError
 from kvcal.model_config import positive_int
-from kvcal.planner import layer_cache, parameters
+from kvcal.planner import layer_cache, layer_state, parameters
 from kvcal.planner.layer_cache import LayerCache
+from kvcal.planner.layer_state import LayerState
 from kvcal.planner.parameters import Parameters
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a model keeps of a request.
+
+    Attributes:
+        caches: per layer that attends, in their order.
+        states: per layer with a recurrence or a convolution; some attend too.
+        max_context: tokens that it was made for.
+    """
+
+    caches: tuple[LayerCache, ...]
+    states: tuple[LayerState, ...]
+    max_context: int
 
 
 @dataclass(frozen=True)
@@ -19,11 +37,12 @@ class ServedModel:
 
     Attributes:
         name: for people.
-        caches: per layer.
+        caches: per layer that attends.
         weights_bytes: of the whole model.
         weight_bits: per weight of linear layers.
         parameters: None if they are not known; then every weight counts as read by every step.
         max_context: of the model.
+        states: per layer that keeps one.
     """
 
     name: str
@@ -32,6 +51,7 @@ class ServedModel:
     weight_bits: float
     parameters: Parameters | None
     max_context: int
+    states: tuple[LayerState, ...] = ()
 
     @property
     def latent(self) -> bool:
@@ -46,10 +66,39 @@ class ServedModel:
         return self.weights_bytes * read / self.parameters.bytes(self.weight_bits)
 
 
+def kept(config: Mapping[str, Any], spec: Callable[[Mapping[str, Any]], ModelSpec] = arch.read) -> Kept:
+    """From a ``config.json``; ``spec`` says how its model is known.
+
+    Raises:
+        ModelError: a field is missing or cannot be meant.
+        PlanRefused: what some layer keeps is not known.
+    """
+    if config.get("is_encoder_decoder"):
+        raise PlanRefused(
+            [
+                f"model_type {config.get('model_type')!r} is an encoder-decoder, whose two caches grow with"
+                " different texts; capacity is planned for decoders alone"
+            ]
+        )
+    if layer_cache.caches_latents(config):
+        longest = positive_int(config, "max_position_embeddings")
+        return Kept(layer_cache.latents(config), (), longest)
+    if config.get("model_type") == "zamba2":
+        longest = positive_int(config, "max_position_embeddings")
+        return Kept(layer_cache.in_shared_blocks(config), layer_state.read(config, "zamba2", 0), longest)
+    model = spec(config)
+    states = layer_state.read(config, model.model_type, model.layers_without_attention)
+    return Kept(layer_cache.of_model(model), states, model.max_context)
+
+
 def of(
-    config: Mapping[str, Any], name: str, weights_gib: float | None = None, weights_bits: float | None = None
+    config: Mapping[str, Any],
+    name: str,
+    weights_gib: float | None = None,
+    weights_bits: float | None = None,
+    spec: Callable[[Mapping[str, Any]], ModelSpec] = arch.read,
 ) -> ServedModel:
-    """From a ``config.json``, with the size of the weights counted unless it is given.
+    """The same with the weights, whose size is counted unless it is given.
 
     Raises:
         UsageError: both a size and bits are given.
@@ -58,7 +107,7 @@ def of(
     """
     if weights_gib is not None and weights_bits is not None:
         raise UsageError("--weights-gib and --weights-bits say the same; give one of them")
-    caches = layer_cache.read(config)
+    cached = kept(config, spec)
     bits = weights_bits or _bits(config, given=weights_gib is not None)
     counted: Parameters | None
     try:
@@ -70,11 +119,12 @@ def of(
     size = weights_gib * 2**30 if weights_gib is not None else counted.bytes(bits) if counted else 0.0
     return ServedModel(
         name=name,
-        caches=caches,
+        caches=cached.caches,
         weights_bytes=size,
         weight_bits=bits,
         parameters=counted,
-        max_context=positive_int(config, "max_position_embeddings"),
+        max_context=cached.max_context,
+        states=cached.states,
     )
 
 

@@ -593,7 +593,7 @@ def test_layers_in_16_bits_count_as_such(mixed: Path) -> None:
     report = found.report
     context = 256
     for quantized, key in ((False, "reference"), (True, "quantized")):
-        counted = serving.request_bytes(found, serving._caches(found), context, quantized=quantized)
+        counted = serving.request_bytes(found, serving._kept(found), context, quantized=quantized)
         assert counted == context * report["bytes_per_token"][key]
     assert report["bytes_per_token"]["quantized"] > report["bytes_per_token"]["reference"] / 2
 

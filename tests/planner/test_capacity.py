@@ -63,8 +63,16 @@ def test_deepseek_v3_on_sixteen_h100() -> None:
 
 def test_only_what_stores_a_latent_is_listed_for_one() -> None:
     found = rows(planned("deepseek-v3", ranks=16))
-    assert set(found) == {PLAIN, "fp8_e4m3"}
+    assert set(found) == {PLAIN, "fp8_e4m3", "fp8_latent_bf16_rope"}
     assert found["fp8_e4m3"].served_by == ("vllm", "sglang", "trtllm")
+
+
+def test_what_vllm_has_instead_of_a_latent_in_fp8_is_told_apart() -> None:
+    row = rows(planned("deepseek-v3", ranks=16))["fp8_latent_bf16_rope"]
+    assert (row.bytes_per_token, row.served_by) == (61 * 640, ())
+    assert row.refused is not None
+    assert row.refused.startswith("vLLM has no such cache; vLLM's fp8_ds_mla")
+    assert row.refused.endswith("656 bytes per token and layer, not 640")
 
 
 def test_every_format_that_an_engine_serves_is_listed() -> None:

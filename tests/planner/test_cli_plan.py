@@ -67,6 +67,23 @@ def test_a_folder_needs_no_more_than_its_config(kvcal: Callable[..., Any], tmp_p
     assert found["formats"][0]["request_bytes"] == (2 * 48 + 256) * 2 * 2 * 32 * 2
 
 
+def test_a_hybrid_is_planned_with_its_states(kvcal: Callable[..., Any], tmp_path: Path) -> None:
+    config = tiny.fields("granitemoehybrid") | {"model_type": "granitemoehybrid", "architectures": ["G"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"mamba_d_conv": 4, "mamba_expand": 2}))
+    line = ("plan", "--model", tmp_path, "--gpu", "h100", "--context", 200)
+    refused = kvcal(*line)
+    assert (refused.code, "give --weights-gib" in refused.stderr) == (3, True)
+    outcome = kvcal(*line, "--weights-gib", 1)
+    assert "layers with a recurrence (2) keep" in outcome.stdout
+    assert max(map(len, outcome.stdout.splitlines())) <= 80
+    plain, fp8 = kvcal(*line, "--weights-gib", 1, "--json").document["formats"][:2]
+    state, token = 2 * (3 * (192 + 2 * 8) + 12 * 16 * 8), 2 * 2 * 16 * 2
+    assert state == 4320
+    assert (plain["page"], fp8["page"]) == (48, 80)  # 33.75 tokens of 128 bytes, 67.5 of 64
+    assert (plain["state_bytes"], fp8["state_bytes"]) == (2 * 48 * token, 2 * 80 * token // 2)
+    assert plain["request_bytes"] == 5 * 48 * token + plain["state_bytes"]
+
+
 @pytest.mark.parametrize(
     ("line", "code", "words"),
     [

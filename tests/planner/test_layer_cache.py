@@ -5,22 +5,37 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
 from kvcal import arch, formats, probe
 from kvcal.errors import ModelError, PlanRefused, UsageError
-from kvcal.planner import known_shapes, layer_cache
+from kvcal.planner import known_shapes, layer_cache, served_model
 from kvcal.planner.layer_cache import LayerCache
+from kvcal.planner.served_model import Kept
 from tests import tiny
 
 FP8, INT4 = formats.get("fp8"), formats.get("int4_per_token_head")
+TOKENS = 40  # more than any window of tests.tiny
 every_format = pytest.mark.parametrize("fmt", [None, *formats.FORMATS], ids=lambda f: f.name if f else "16")
 
 
+def kept(family: str, **changes: Any) -> Kept:
+    config = CONFIG_MAPPING[family](**tiny.fields(family, **changes)).to_dict()
+    return served_model.kept(config | {"model_type": family, "architectures": ["A"]}, probe.read)
+
+
+def filled(family: str) -> Any:
+    """The cache that transformers makes of :data:`TOKENS` tokens."""
+    with torch.no_grad():
+        return tiny.build_model(family)(torch.arange(TOKENS)[None], use_cache=True).past_key_values
+
+
 def per_token(name: str, fmt: formats.KVFormat | None = None, ranks: int = 1) -> int:
-    return sum(layer.bytes_per_token(fmt, ranks) for layer in layer_cache.read(known_shapes.get(name)))
+    caches = served_model.kept(known_shapes.get(name)).caches
+    return sum(cache.bytes_per_token(fmt, ranks) for cache in caches)
 
 
 @pytest.mark.parametrize(
@@ -62,24 +77,64 @@ def test_scales_are_counted(name: str, width: int, size: int) -> None:
     assert layer_cache.bytes_per_vector(formats.get(name), width) == size
 
 
-def test_what_is_not_counted_is_refused() -> None:
-    changes = {"model_type": "qwen3_next", "architectures": ["Q"]}
-    with pytest.raises(PlanRefused, match="the state that 1 layers without attention keep"):
-        layer_cache.read(tiny.fields("qwen3_next") | changes)
-    shared = probe.read(
-        CONFIG_MAPPING["gemma3n_text"](**tiny.fields("gemma3n_text")).to_dict()
-        | changes
-        | {"model_type": "gemma3n_text"}
-    )
-    with pytest.raises(PlanRefused, match="layer 2 reads the cache of layer 0"):
-        layer_cache.of_model(shared)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, "gemma3n_text", "gemma4_text", "gemma3", "llava"])
+def test_every_family_keeps_what_transformers_caches(family: str) -> None:
+    """Bytes of the caches that a forward pass fills, shared ones once, heads of each layer's own size."""
+    caches, held = kept(family).caches, filled(family).layers
+    owners = [cache for cache in caches if not cache.shared]
+    tokens = [layer.keys.shape[2] for layer in held if getattr(layer, "keys", None) is not None]
+    found = [
+        layer.keys.numel() + layer.values.numel()
+        for layer in held
+        if getattr(layer, "keys", None) is not None
+    ]
+    assert found == [cache.elements * n for cache, n in zip(owners, tokens, strict=True)]
+    # transformers keeps one token less, whose place the next one takes.
+    assert tokens == [min(cache.tokens_read(TOKENS), (cache.window or 99) - 1) for cache in owners]
 
 
-@pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family != "qwen3_next"])
+def test_a_shared_cache_is_held_once_and_read_by_each() -> None:
+    caches = kept("gemma3n_text").caches
+    assert [cache.shared for cache in caches] == [False, False, True, True]
+    each = 2 * 2 * 16 * 2
+    assert [cache.bytes_added(None) for cache in caches] == [each, each, 0, 0]
+    assert [cache.bytes_per_token(None) for cache in caches] == [each] * 4
+    assert [cache.tokens_held(40, 16) for cache in caches] == [48, 48, 0, 0]
+    assert [cache.tokens_read(40) for cache in caches] == [24, 40, 24, 40]
+
+
+def test_heads_may_differ_by_layer() -> None:
+    caches = kept("gemma4_text").caches
+    assert [cache.vectors for cache in caches] == [(16, 16), (32, 32)] * 2
+    assert [cache.bytes_per_token(INT4) for cache in caches] == [2 * 2 * (8 + 4), 2 * 2 * (16 + 4)] * 2
+
+
+def test_a_latent_in_fp8_has_its_rotary_key_in_16_bits() -> None:
+    """DeepSeek-V3: 512 codes and 64 BF16 numbers; fp8_ds_mla's 656 bytes have four float32 scales more."""
+    (layer, *_) = served_model.kept(known_shapes.get("deepseek-v3")).caches
+    assert layer.bytes_per_token(formats.get("fp8_latent_bf16_rope")) == 512 + 2 * 64 == 656 - 4 * 4
+    assert layer.bytes_per_token(FP8) == 576
+
+
+@pytest.mark.parametrize("family", tiny.LATENT_FAMILIES)
+def test_a_latent_is_what_transformers_caches(family: str) -> None:
+    caches, held = kept(family).caches, filled(family).layers
+    found = [layer.keys.numel() + layer.values.numel() for layer in held]
+    assert found == [cache.elements * TOKENS for cache in caches]
+    assert caches[0].vectors == (held[0].keys.shape[3], held[0].values.shape[3])
+
+
+def test_a_latent_of_another_kind_is_refused() -> None:
+    config = known_shapes.get("deepseek-v3") | {"model_type": "minicpm3"}
+    with pytest.raises(PlanRefused, match="'minicpm3'"):
+        served_model.kept(config)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_family_keeps_what_its_spec_announces(family: str) -> None:
     config = CONFIG_MAPPING[family](**tiny.fields(family)).to_dict() | {"model_type": family}
     config["architectures"] = ["ForCausalLM"]
-    spec, caches = arch.read(config), layer_cache.read(config)
+    spec, caches = arch.read(config), served_model.kept(config).caches
     assert sum(cache.elements for cache in caches) == spec.cached_elements_per_token
     windows = [cache.window for cache in caches]
     assert windows == [spec.sliding_window if layer.kind == "sliding" else None for layer in spec.layers]
@@ -87,7 +142,7 @@ def test_every_family_keeps_what_its_spec_announces(family: str) -> None:
 
 def test_a_window_caps_what_is_held_and_read() -> None:
     config: dict[str, Any] = CONFIG_MAPPING["gemma3_text"](**tiny.fields("gemma3_text")).to_dict()
-    sliding, _, full = layer_cache.read(config | {"architectures": ["G"]})
+    sliding, _, full = served_model.kept(config | {"architectures": ["G"]}).caches
     assert (sliding.window, full.window) == (24, None)
     assert (sliding.tokens_read(10), sliding.tokens_read(24), sliding.tokens_read(200)) == (10, 24, 24)
     assert full.tokens_read(200) == 200
@@ -158,7 +213,7 @@ def test_fewer_bits_are_fewer_bytes(width: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "heads"), [(1, 8), (2, 4), (4, 2), (8, 1), (16, 1), (64, 1)])
 def test_kv_heads_are_dealt_out_or_copied(ranks: int, heads: int) -> None:
-    layer = layer_cache.read(known_shapes.get("llama-3-70b"))[0]
+    layer = served_model.kept(known_shapes.get("llama-3-70b")).caches[0]
     assert layer.heads_on(ranks) == heads
     assert layer.bytes_per_token(None, ranks) == heads * 2 * 128 * 2
 
@@ -169,7 +224,7 @@ def test_every_rank_holds_the_whole_latent(ranks: int) -> None:
 
 
 def test_heads_that_cannot_be_dealt_out_are_refused() -> None:
-    layer = layer_cache.read(known_shapes.get("qwen2.5-7b"))[0]  # 28 query heads, 4 KV heads
+    layer = served_model.kept(known_shapes.get("qwen2.5-7b")).caches[0]  # 28 query heads, 4 KV heads
     with pytest.raises(UsageError, match="28 attention heads cannot be dealt out to 8 GPUs"):
         layer.heads_on(8)
     with pytest.raises(UsageError, match="4 KV heads cannot be dealt out to 7 GPUs"):
@@ -178,12 +233,17 @@ def test_heads_that_cannot_be_dealt_out_are_refused() -> None:
 
 def test_what_a_head_multiplies() -> None:
     """Two products of 128 channels; for a latent 576 for the logits and 512 for the output."""
-    assert layer_cache.read(known_shapes.get("llama-3-70b"))[0].contracted == 256
-    assert layer_cache.read(known_shapes.get("deepseek-v3"))[0].contracted == 576 + 512
+    assert served_model.kept(known_shapes.get("llama-3-70b")).caches[0].contracted == 256
+    assert served_model.kept(known_shapes.get("deepseek-v3")).caches[0].contracted == 576 + 512
+
+
+def test_encoder_decoders_are_refused() -> None:
+    with pytest.raises(PlanRefused, match="'bart' is an encoder-decoder, whose two caches"):
+        served_model.kept({"model_type": "bart", "is_encoder_decoder": True}, probe.read)
 
 
 def test_unusable_configs_are_refused() -> None:
     with pytest.raises(ModelError, match="qk_rope_head_dim must be a positive integer"):
-        layer_cache.read(known_shapes.get("deepseek-v3") | {"qk_rope_head_dim": None})
+        served_model.kept(known_shapes.get("deepseek-v3") | {"qk_rope_head_dim": None})
     with pytest.raises(PlanRefused, match="mamba"):
-        layer_cache.read({"model_type": "mamba"})
+        served_model.kept({"model_type": "mamba"})

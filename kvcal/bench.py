@@ -149,7 +149,7 @@ def capture_overhead(
         return time.perf_counter() - start, torch.cuda.max_memory_allocated(device) if gpu else 0
 
     gpu = device.type == "cuda"
-    first = replace(tokens, samples=tokens.samples[: plan.recipe.calibration.batch_size])
+    first = tokens.part(slice(plan.recipe.calibration.batch_size))
     rows = []
     for mode, depth in _DEPTHS.items():
         run = collect(depth)
@@ -271,7 +271,7 @@ def scale_rules(
     The evaluation text is not touched: a default must not be chosen on it.
     """
     half = len(tokens.samples) // 2
-    setting, judging = TokenSet(tokens.samples[:half]), TokenSet(tokens.samples[half:])
+    setting, judging = tokens.part(slice(half)), tokens.part(slice(half, None))
     statistics = calibrate.calibrate(model, plan, setting, on_tokens=on_tokens, collect="distribution")
     weights = objectives.value_weights(model, plan.model)
     rows = []

@@ -115,9 +115,13 @@ def views(
         (kept_view,) = collectors.values()
         done = state.restore(kept_view)
 
+    compared: set[bool] = set()  # batches without images, and with
+    running: Batch | None = None
+
     def compare(call: capture.AttentionCall, output: torch.Tensor) -> None:
-        if first and start == 0:
-            _require_emulated(call, output, spans[0])
+        assert running is not None
+        if start == 0 and (running.images is not None) not in compared:
+            require_emulated(call, output, running)
 
     rotary_too = any(view.before_rope for view in wanted)
     with capture.intercept(model, observe, rotary=rotary_too, after=compare):
@@ -129,6 +133,7 @@ def views(
                 continue
             for step in forward.steps(model, part):
                 spans, start = _spans(step.batch), step.queries.start
+                running = step.batch
                 kept = {view.skip: _kept(step, spans, view.skip, device) for view in wanted}
                 step.run()
                 for collector in collectors.values():
@@ -138,6 +143,7 @@ def views(
                 for collector in collectors.values():
                     _require_sound(collector.statistics(), model)
             first = False
+            compared |= {batch.images is not None for batch in part}
             if state is not None:
                 state.offer(ended, kept_view)
     if state is not None:
@@ -214,13 +220,21 @@ def _newest(call: capture.AttentionCall) -> capture.AttentionCall:
     return dataclasses.replace(call, key=call.key[:, :, old:], value=call.value[:, :, old:])
 
 
-def _require_emulated(call: capture.AttentionCall, output: torch.Tensor, span: slice) -> None:
+def require_emulated(call: capture.AttentionCall, output: torch.Tensor, batch: Batch) -> None:
     """Refuse a layer that does more at attention than kvcal does when it judges it.
 
     Biases of position, chunks, a prefix that is seen as a whole, attention that is no softmax: whatever shows
-    in the first tokens of a sample.
+    in the first tokens of a sample, or from its first image on.
+
+    Raises:
+        ModelError: naming the layer.
     """
-    q, k, v, given = (x[:1, :, span][:, :, :_COMPARED].float() for x in (*call.attended(), output))
+    span, start = _spans(batch)[0], 0
+    if batch.images is not None:
+        start = int(batch.images.placeholders.int().argmax())
+    until = slice(span.start, min(span.stop, span.start + start + _COMPARED))
+    q, k, v, given = (x[:1, :, until].float() for x in (*call.attended(), output))
+    q, given = q[:, :, start:], given[:, :, start:]
     expected = reference.attention(q, k, v, **call.geometry)
     error = float((given - expected).norm() / expected.norm())
     if error > _EMULATED:  # NaN and infinity are for those who know where they came from

@@ -200,9 +200,15 @@ class Comparison:
                 off = _attend(call, cache.replace(call)) - exact
                 found[name][call.layer] = float(off.norm() / exact.norm())
 
-        with capture.intercept(self.model, compare, rotary=True):
-            sample = torch.tensor([self.held_out.samples[0]], device=self.model.device)
-            self.model.base_model(sample, use_cache=False)
+        first = next(self.held_out.singly())
+
+        def examine(call: capture.AttentionCall, output: torch.Tensor) -> None:
+            if first.images is not None:
+                calibrate.require_emulated(call, output, first)
+
+        with capture.intercept(self.model, compare, rotary=True, after=examine):
+            inputs = first.inputs(self.model.device, dtype=self.model.dtype)
+            self.model.base_model(**inputs, use_cache=False)
         return found
 
     def _statistics(self, views: set[View]) -> dict[View, Statistics]:
@@ -237,7 +243,7 @@ class Comparison:
                 index: storage.static_range(k, "k", seen, torch.zeros(0))
                 for index, seen in statistics.layers.items()
             }
-            few = TokenSet(self.text.samples[:_FISHER_SAMPLES])
+            few = self.text.part(slice(_FISHER_SAMPLES))
             with self.narrator.bar("codebooks", few.tokens) as on_tokens:
                 levels = second_pass.fisher_levels(
                     self.model,

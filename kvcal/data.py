@@ -9,41 +9,39 @@ other topics too), so evaluation leaves out every paragraph that calibration cou
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-import logging
-import os
 import random
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
+from kvcal import documents, images
+from kvcal.documents import Document
 from kvcal.errors import DataError
+from kvcal.images import Encoded, ImageInputs
 from kvcal.recipe import MIN_TOKENS, Text
 
 Role = Literal["calibration", "evaluation"]
-Document = str | list[dict[str, Any]]
 
 _EVALUATION_SHARE = 5  # one document in five
-_TEXT_ALONE = "kvcal calibrates on text alone, also models that see more; leave such rows out"
-_COLUMNS = ("text", "messages", "conversations", "prompt")
-_TXT_DOCUMENT_CHARS = 4000
 
 
 @dataclass(frozen=True)
 class Batch:
     """Token ids ``(batch, tokens)`` with the mask of real tokens and their positions.
 
-    ``chunk``: so many columns at most are run at a time; None is all of them.
+    ``chunk``: so many columns at most are run at a time; None is all of them. ``images`` go with the one
+    sample of a batch that is run whole.
     """
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     position_ids: torch.Tensor
     chunk: int | None = None
+    images: ImageInputs | None = None
 
     @property
     def tokens(self) -> int:
@@ -54,16 +52,32 @@ class Batch:
         """``(batch, tokens)`` bool mask of real tokens; None if nothing is padded."""
         return None if bool(self.attention_mask.all()) else self.attention_mask.bool()
 
-    def inputs(self, device: torch.device, queries: slice = slice(None)) -> dict[str, torch.Tensor]:
+    @property
+    def scored(self) -> torch.Tensor:
+        """``(batch, tokens)`` bool mask of real tokens but for those that an image's placeholder follows.
+
+        A placeholder is in the text because of its image; no model predicts it.
+        """
+        real = self.attention_mask.bool()
+        if self.images is not None:
+            real = real.clone()
+            real[0, :-1] &= ~self.images.placeholders[1:]
+        return real
+
+    def inputs(
+        self, device: torch.device, queries: slice = slice(None), dtype: torch.dtype | None = None
+    ) -> dict[str, torch.Tensor]:
         """Keyword arguments of a model's forward pass, over columns of which the earlier are in a cache.
 
-        Without padding only ``input_ids`` are given, so that models can use their fastest causal path.
+        Without padding only ``input_ids`` are given, so that models can use their fastest causal path, and
+        what belongs to images, in the model's ``dtype``.
         """
         named = {"input_ids": self.input_ids[:, queries]}
         if self.keep is not None:
             named["attention_mask"] = self.attention_mask[:, : queries.stop]
             named["position_ids"] = self.position_ids[:, queries]
-        return {name: tensor.to(device) for name, tensor in named.items()}
+        on_device = {name: tensor.to(device) for name, tensor in named.items()}
+        return on_device if self.images is None else on_device | self.images.on(device, dtype)
 
     def pieces(self) -> Iterator[slice]:
         """Columns that are run at a time, in order."""
@@ -81,16 +95,31 @@ class Batch:
 class TokenSet:
     """Samples of token ids, what they hash to, and what the user should know about them.
 
-    ``chunk``: longer samples are run so many tokens at a time; None is whole.
+    ``chunk``: longer samples are run so many tokens at a time; None is whole. ``images``: what goes with each
+    sample, None with text alone; empty if all are text.
     """
 
     samples: tuple[tuple[int, ...], ...]
     notices: tuple[str, ...] = field(default=())
     chunk: int | None = None
+    images: tuple[ImageInputs | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.images and len(self.images) != len(self.samples):
+            raise ValueError(f"{len(self.samples)} samples with images of {len(self.images)}")
 
     @property
     def tokens(self) -> int:
         return sum(len(s) for s in self.samples)
+
+    @property
+    def with_images(self) -> int:
+        """How many samples have images."""
+        return sum(found is not None for found in self.images)
+
+    def part(self, which: slice) -> TokenSet:
+        """Some of the samples, with their images and without notices."""
+        return replace(self, samples=self.samples[which], images=self.images[which], notices=())
 
     @property
     def content_hash(self) -> str:
@@ -99,51 +128,100 @@ class TokenSet:
 
     @property
     def hashes(self) -> list[str]:
-        """SHA-256 of each sample."""
-        return [hashlib.sha256(json.dumps(s).encode()).hexdigest() for s in self.samples]
+        """SHA-256 of each sample; what the model sees of its images counts."""
+        seen = (f" {found.digest}" if found else "" for found in self._images())
+        texts = (json.dumps(s) + images for s, images in zip(self.samples, seen, strict=True))
+        return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+
+    def groups(self, batch_size: int) -> list[list[int]]:
+        """Indices of the samples of each batch, of like length, longest first; one with images is alone."""
+        seen = self._images()
+        ordered = sorted(range(len(self.samples)), key=lambda i: -len(self.samples[i]))
+        text = [i for i in ordered if seen[i] is None]
+        found = [text[start : start + batch_size] for start in range(0, len(text), batch_size)]
+        found += [[i] for i in ordered if seen[i] is not None]
+        return sorted(found, key=lambda group: -len(self.samples[group[0]]))
 
     def batches(self, batch_size: int, padding_side: Literal["left", "right"] = "right") -> Iterator[Batch]:
-        """Batches of samples of similar length, longest first, padded with token 0."""
-        ordered = sorted(self.samples, key=len, reverse=True)
-        for start in range(0, len(ordered), batch_size):
-            yield _pad(ordered[start : start + batch_size], padding_side, self.chunk)
+        """The batches of :meth:`groups`, padded with token 0."""
+        for group in self.groups(batch_size):
+            batch = _pad([self.samples[i] for i in group], padding_side, self.chunk)
+            yield replace(batch, images=self._images()[group[0]])
+
+    def first(self, samples: int, tokens: int) -> TokenSet:
+        """The first samples, of which so many tokens.
+
+        With images no sample is cut: those that are longer are passed over, but for the shortest if all are.
+        """
+        if not self.with_images:
+            few = tuple(sample[:tokens] for sample in self.samples[:samples])
+            return replace(self, samples=few, notices=(), chunk=None)
+        every = range(len(self.samples))
+        chosen = [i for i in every if len(self.samples[i]) <= tokens][:samples]
+        chosen = chosen or [min(every, key=lambda i: len(self.samples[i]))]
+        return replace(
+            self,
+            samples=tuple(self.samples[i] for i in chosen),
+            images=tuple(self.images[i] for i in chosen),
+            notices=(),
+            chunk=None,
+        )
+
+    def singly(self) -> Iterator[Batch]:
+        """Every sample as a batch of its own, in order."""
+        for sample, found in zip(self.samples, self._images(), strict=True):
+            yield replace(_pad([sample], "right", self.chunk), images=found)
+
+    def _images(self) -> tuple[ImageInputs | None, ...]:
+        return self.images or (None,) * len(self.samples)
 
 
-def load(text: Text, tokenizer: Any, role: Role, seq_len: int, seed: int) -> TokenSet:
+def load(
+    text: Text,
+    tokenizer: Any,
+    role: Role,
+    seq_len: int,
+    seed: int,
+    processor: Callable[[], Any] | None = None,
+) -> TokenSet:
     """Read, split, sample and tokenize.
 
+    ``processor`` gives the model's, which rows with images are put through.
+
     Raises:
-        DataError: nothing there, nothing long enough, or not the column that was asked for.
+        DataError: nothing there, nothing long enough, not the column that was asked for, or images that
+            cannot be read.
+        UsageError: a row with images is longer than a chunk.
     """
-    documents, running = _read(text)
-    if not documents:
+    found, running = documents.read(text)
+    if not found:
         raise DataError(f"{text.dataset}: holds no text")
-    mine = _select(documents, role)
+    mine = _select(found, role)
     if running and role == "evaluation":
-        mine = _unseen(mine, _select(documents, "calibration"))
+        mine = _unseen(mine, _select(found, "calibration"))
     if not mine:
         raise DataError(
-            f"{text.dataset}: none of its {len(documents)} documents falls into the {role} part;"
+            f"{text.dataset}: none of its {len(found)} documents falls into the {role} part;"
             f" give more text or another {role}.dataset"
         )
     if role == "calibration":
         random.Random(seed).shuffle(mine)
-    windows = _windows(mine, tokenizer, seq_len) if running else _rows(mine, tokenizer, seq_len)
-    samples = []
-    for window in windows:
-        if len(window) >= MIN_TOKENS:
-            samples.append(window)
-        if len(samples) == text.samples:
-            break
-    if not samples:
-        raise DataError(f"{text.dataset}: no {role} sample has {MIN_TOKENS} tokens or more")
-    notices = []
-    if len(samples) < text.samples:
+    encoder = images.Encoder(text.dataset, processor, seq_len, text.chunk)
+    encoded = _windows(mine, tokenizer, seq_len) if running else _rows(mine, tokenizer, seq_len, encoder)
+    enough = (each for each in encoded if len(each[0]) >= MIN_TOKENS)
+    taken = list(itertools.islice(enough, text.samples))
+    notices = [f"{role}: {encoder.left_out}"] if encoder.left_out else []
+    if not taken:
+        raise DataError(
+            "; ".join([f"{text.dataset}: no {role} sample has {MIN_TOKENS} tokens or more", *notices])
+        )
+    if len(taken) < text.samples:
         notices.append(
-            f"{role}: {len(samples)} samples of at most {seq_len} tokens, fewer than the {text.samples}"
+            f"{role}: {len(taken)} samples of at most {seq_len} tokens, fewer than the {text.samples}"
             f" asked; {text.dataset} has no more text for {role}"
         )
-    return TokenSet(tuple(samples), tuple(notices), text.chunk)
+    samples, seen = zip(*taken, strict=True)
+    return TokenSet(samples, tuple(notices), text.chunk, seen if any(seen) else ())
 
 
 def belongs_to(document: Document) -> Role:
@@ -152,6 +230,8 @@ def belongs_to(document: Document) -> Role:
 
 
 def _digest(document: Document) -> bytes:
+    if isinstance(document, images.Row):
+        return document.digest
     return hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).digest()
 
 
@@ -159,9 +239,9 @@ def _part(digest: bytes) -> Role:
     return "evaluation" if digest[0] % _EVALUATION_SHARE == 0 else "calibration"
 
 
-def _select(documents: list[Document], role: Role) -> list[Document]:
+def _select(each: list[Document], role: Role) -> list[Document]:
     """Documents of one part, in an order that depends on content only."""
-    keyed = {_digest(d): d for d in documents}
+    keyed = {_digest(d): d for d in each}
     return [keyed[digest] for digest in sorted(keyed) if _part(digest) == role]
 
 
@@ -171,116 +251,30 @@ def _unseen(held_out: list[Document], others: list[Document]) -> list[Document]:
     def key(paragraph: str) -> tuple[str, ...]:
         return tuple(paragraph.split())
 
-    seen = {key(p) for document in others for p in _paragraphs(str(document))}
-    kept = ("".join(p for p in _paragraphs(str(d)) if key(p) not in seen).strip() for d in held_out)
+    seen = {key(p) for document in others for p in documents.paragraphs(str(document))}
+    kept = ("".join(p for p in documents.paragraphs(str(d)) if key(p) not in seen).strip() for d in held_out)
     return [document for document in kept if document]
 
 
-def _read(text: Text) -> tuple[list[Document], bool]:
-    """All documents, and whether they are running text."""
-    name, path = text.dataset, Path(text.dataset)
-    if name == "builtin":
-        return list(_builtin()), True
-    if path.suffix in (".txt", ".jsonl", ".parquet") and not os.path.isfile(path):
-        raise DataError(f"{name}: no such file")
-    if path.suffix == ".txt":
-        return list(_txt(path)), True
-    return _dataset_rows(text), False
-
-
-def _builtin() -> list[str]:
-    """The help topics of Python's own documentation: English prose and code that every machine has."""
-    from pydoc_data.topics import topics
-
-    return [topics[name] for name in sorted(topics)]
-
-
-def _txt(path: Path) -> Iterator[str]:
-    """Runs of paragraphs, or of lines where there are none, of a few thousand characters."""
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as UTF-8 text: {error}") from None
-    gathered = ""
-    for paragraph in _paragraphs(content):
-        gathered += paragraph
-        if len(gathered) >= _TXT_DOCUMENT_CHARS:
-            yield gathered.strip()
-            gathered = ""
-    if gathered.strip():
-        yield gathered.strip()
-
-
-def _paragraphs(content: str) -> Iterator[str]:
-    """Pieces that end in blank lines; lines, where a piece would be longer than a document."""
-    for piece in re.findall(r".+?(?:\n\s*\n|\Z)", content, re.DOTALL):
-        yield from (piece,) if len(piece) < _TXT_DOCUMENT_CHARS else piece.splitlines(keepends=True)
-
-
-def _dataset_rows(text: Text) -> list[Document]:
-    import datasets
-
-    loaders = {".jsonl": "json", ".parquet": "parquet"}
-    path = Path(text.dataset)
-    datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # it logs what it raises too
-    try:
-        if path.suffix in loaders:
-            rows = datasets.load_dataset(loaders[path.suffix], data_files=str(path), split="train")
-        else:
-            rows = datasets.load_dataset(text.dataset, split=text.split)
-    except Exception as error:  # datasets raises whatever its readers raise
-        first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise DataError(f"{text.dataset}: cannot be read as a dataset: {first_line}") from None
-    column = _column(text, list(rows.column_names))
-    beside = sorted({"image", "images"} & set(rows.column_names) - {column})
-    if beside:
-        raise DataError(f"{text.dataset}: has images in column {beside[0]!r}; {_TEXT_ALONE}")
-    documents = [_document(text.dataset, column, value) for value in rows[column]]
-    return [d for d in documents if d]
-
-
-def _column(text: Text, present: list[str]) -> str:
-    wanted = [text.column] if text.column else list(_COLUMNS)
-    for column in wanted:
-        if column in present:
-            return column
-    asked = repr(text.column) if text.column else " or ".join(_COLUMNS)
-    raise DataError(
-        f"{text.dataset}: has no column {asked}; its columns are {', '.join(present)} (use --dataset-column)"
-    )
-
-
-def _document(dataset: str, column: str, value: Any) -> Document:
-    if value is None or isinstance(value, str):
-        return value or ""
-    if isinstance(value, list) and all(isinstance(turn, dict) and "role" in turn for turn in value):
-        for part in (
-            part for turn in value if isinstance(turn.get("content"), list) for part in turn["content"]
-        ):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind not in ("text", None):
-                raise DataError(f"{dataset}: a chat has a part of type {kind!r}; {_TEXT_ALONE}")
-        return value
-    raise DataError(f"{dataset}: column {column!r} holds {type(value).__name__}, not text or chat messages")
-
-
-def _windows(documents: list[Document], tokenizer: Any, seq_len: int) -> Iterator[tuple[int, ...]]:
+def _windows(each: list[Document], tokenizer: Any, seq_len: int) -> Iterator[Encoded]:
     """Documents joined and cut; each window begins as a served prompt does, with BOS if there is one."""
     start = bos(tokenizer)
     room = seq_len - len(start)
     buffer: list[int] = []
-    for document in documents:
+    for document in each:
         buffer += tokenizer(f"{document}\n\n", add_special_tokens=False)["input_ids"]
         while len(buffer) >= room:
-            yield (*start, *buffer[:room])
+            yield (*start, *buffer[:room]), None
             buffer = buffer[room:]
     if buffer:
-        yield (*start, *buffer)
+        yield (*start, *buffer), None
 
 
-def _rows(documents: list[Document], tokenizer: Any, seq_len: int) -> Iterator[tuple[int, ...]]:
-    for document in documents:
+def _rows(each: list[Document], tokenizer: Any, seq_len: int, encoder: images.Encoder) -> Iterator[Encoded]:
+    for document in each:
+        if isinstance(document, images.Row):
+            yield from encoder.encode(document)
+            continue
         if isinstance(document, str):
             ids = tokenizer(document)["input_ids"]
         else:
@@ -291,7 +285,7 @@ def _rows(documents: list[Document], tokenizer: Any, seq_len: int) -> Iterator[t
             except Exception as error:  # templates raise what they like, and fail on what they do not expect
                 raise DataError(f"a chat does not fit the tokenizer's template: {error}") from None
             ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        yield tuple(ids[:seq_len])
+        yield tuple(ids[:seq_len]), None
 
 
 def bos(tokenizer: Any) -> list[int]:

@@ -156,8 +156,7 @@ def require_same(facts: Mapping[str, str]) -> None:
 def dealt(tokens: TokenSet, batch_size: int) -> tuple[Iterator[Batch], float]:
     """This rank's batches, and for a progress bar the tokens of all ranks behind one of its own."""
     here = place()
-    lengths = sorted(map(len, tokens.samples), reverse=True)
-    each = [sum(lengths[start : start + batch_size]) for start in range(0, len(lengths), batch_size)]
+    each = [sum(len(tokens.samples[i]) for i in group) for group in tokens.groups(batch_size)]
     mine = sum(each[here.rank :: here.size])
     batches = itertools.islice(tokens.batches(batch_size), here.rank, None, here.size)
     return batches, tokens.tokens / mine if mine else 0.0

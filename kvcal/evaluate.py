@@ -177,16 +177,17 @@ class _Tally:
 
     def add(self, expected: torch.Tensor, found: torch.Tensor, batch: Batch, queries: slice) -> None:
         """``expected`` and ``found`` are logits ``(batch, tokens, vocab)`` of some columns of a batch."""
-        for row, real in enumerate(batch.attention_mask.bool()):
+        for row, (real, scored) in enumerate(zip(batch.attention_mask.bool(), batch.scored, strict=True)):
             # One row at a time: with a large vocabulary, two more copies of a batch of logits do not fit.
-            keep = real[queries].to(expected.device)
+            keep = scored[queries].to(expected.device)
             p = expected[row][keep].float().log_softmax(-1)
             q = found[row][keep].float().log_softmax(-1)
             self._kl.append((p.exp() * (p - q)).sum(-1).double().cpu())
             self._same.append((p.argmax(-1) == q.argmax(-1)).cpu())
             # The next token of the last column is behind it, if the sample goes on.
             ahead = slice(queries.start, queries.stop + 1)
-            label = batch.input_ids[row, ahead][real[ahead]][1:, None].to(expected.device)
+            label = batch.input_ids[row, ahead][real[ahead]][1:]
+            label = label[scored[queries][real[queries]][: len(label)], None].to(expected.device)
             for losses, logs in ((self._loss_reference, p), (self._loss, q)):
                 losses.append(-logs[: len(label)].gather(-1, label).flatten().double().cpu())
 

@@ -57,8 +57,7 @@ def split(tokens: TokenSet, judging: int) -> tuple[TokenSet, TokenSet]:
     count = max(1, min(judging, len(tokens.samples) // 2))
     if len(tokens.samples) == 1:
         return tokens, tokens
-    shaping, judged = tokens.samples[:-count], tokens.samples[-count:]
-    return replace(tokens, samples=shaping, notices=()), replace(tokens, samples=judged, notices=())
+    return tokens.part(slice(-count)), tokens.part(slice(-count, None))
 
 
 def rounds(plan: Plan) -> int:

@@ -11,6 +11,7 @@ from transformers import Cache
 
 from kvcal import models
 from kvcal.data import Batch
+from kvcal.errors import ModelError, in_one_line
 from kvcal.layerwise import Context, Layerwise, Step, cache_for, inputs
 
 
@@ -40,11 +41,9 @@ def steps(model: Any, part: Sequence[Batch]) -> Iterator[Step]:
         for queries in batch.pieces():
             if queries.start == 0:
                 cache = cache_for(model, batch, queries)
+            named = inputs(batch, queries, models.device_of(model), cache, model.dtype)
             yield Step(
-                batch,
-                queries,
-                batch.tokens_in(queries),
-                partial(model.base_model, **inputs(batch, queries, models.device_of(model), cache)),
+                batch, queries, batch.tokens_in(queries), partial(_run, model.base_model, batch, named)
             )
 
 
@@ -76,6 +75,28 @@ def logits(
                 caches = [cache_for(model, batch, queries) for _ in variants]
             for index, variant in enumerate(variants):
                 with variant():
-                    found = model(**inputs(batch, queries, device, caches[index])).logits
+                    named = inputs(batch, queries, device, caches[index], model.dtype)
+                    found = _run(model, batch, named).logits
                 on_tokens(batch.tokens_in(queries) / len(variants))
                 yield batch, queries, index, found
+
+
+def _run(module: Any, batch: Batch, named: dict[str, Any]) -> Any:
+    """A forward pass that leaves the model as it was.
+
+    Models with positions of several axes keep how far those of the last images were from plain ones, and
+    would shift a chunk of text alone by that.
+    """
+    try:
+        return module(**named)
+    except (TypeError, ValueError) as error:
+        if batch.images is None:
+            raise
+        raise ModelError(
+            f"the model refuses what its processor made of a row with images: {in_one_line(error)}; are the"
+            " files of its processor those of another model?"
+        ) from error
+    finally:
+        for holder in (module, module.base_model):
+            if getattr(holder, "rope_deltas", None) is not None:
+                holder.rope_deltas = None

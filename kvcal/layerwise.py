@@ -50,9 +50,15 @@ def cache_for(model: Any, batch: Batch, first: slice) -> Cache | None:
     return DynamicCache(config=model.config) if first.stop < batch.input_ids.shape[1] else None
 
 
-def inputs(batch: Batch, queries: slice, device: torch.device, cache: Cache | None) -> dict[str, Any]:
-    """Keyword arguments of a forward pass over a piece."""
-    return batch.inputs(device, queries) | {"past_key_values": cache, "use_cache": cache is not None}
+def inputs(
+    batch: Batch,
+    queries: slice,
+    device: torch.device,
+    cache: Cache | None,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments of a forward pass over a piece, images in ``dtype``."""
+    return batch.inputs(device, queries, dtype) | {"past_key_values": cache, "use_cache": cache is not None}
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ def _text_record(found: TokenSet, wanted: Text) -> dict[str, Any]:
     return {
         "dataset": wanted.dataset,
         "samples": len(found.samples),
+        "with_images": found.with_images,
         "tokens": found.tokens,
         "sha256": found.content_hash,
     }

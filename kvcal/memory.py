@@ -2,7 +2,8 @@
 
 The estimate is a bound made of shapes alone: of a layer, every input and output of every weight at once, a
 few float32 copies of the widest, K and V once more for every query head, a mask, and scores where attention
-is eager. It is to be printed before a long job; it is not tight.
+is eager. It is to be printed before a long job; it is not tight. What makes hidden
+states of images is left out.
 """
 
 from __future__ import annotations

@@ -252,6 +252,31 @@ def load_tokenizer(folder: Path, trust: Trust) -> Any:
         raise ModelError(f"{folder}: has no tokenizer that can be loaded: {in_one_line(error)}") from None
 
 
+def load_processor(folder: Path, trust: Trust) -> Any:
+    """The processor that makes inputs of text and images for the model of the folder.
+
+    Raises:
+        ModelError: the model takes no images, or transformers cannot load its processor.
+    """
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    refusal = f"{folder}: its model takes no images, and the dataset has rows with images; leave them out"
+    if probe.auto_class(_config(folder, trust)) is not AutoModelForImageTextToText:
+        raise ModelError(refusal)
+    try:
+        found = AutoProcessor.from_pretrained(
+            folder, trust_remote_code=trust.remote_code, local_files_only=True
+        )
+    except Exception as error:  # transformers raises whatever its loaders raise
+        raise ModelError(
+            f"{folder}: has no processor that can be loaded, which rows with images need:"
+            f" {in_one_line(error)}"
+        ) from None
+    if getattr(found, "image_processor", None) is None:
+        raise ModelError(f"{folder}: has no image processor beside its tokenizer; rows with images need one")
+    return found
+
+
 def non_finite_weight(model: Any) -> str | None:
     """Name of the first parameter that holds NaN or infinity."""
     for name, listed in model.named_parameters():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,21 +77,52 @@ def require_placeable(resolved: Plan, where: Placement) -> None:
         raise PlanRefused(reasons)
 
 
-def calibration_text(resolved: Plan | Trial, tokenizer: Any, narrator: Narrator) -> data.TokenSet:
+def processor_of(folder: Path, request: Request) -> Callable[[], Any]:
+    """What loads the model's processor once a row with images needs it.
+
+    It refuses models without one, and ways to run a model that cannot do with images.
+    """
+
+    def load() -> Any:
+        if request.device_map == "layerwise":
+            raise PlanRefused(
+                [
+                    "--device-map layerwise: what images become is made outside the decoder layers, not where"
+                    " their tokens are; use one or auto, or leave rows with images out"
+                ]
+            )
+        return models.load_processor(folder, request.trust)
+
+    return functools.cache(load)
+
+
+def calibration_text(
+    resolved: Plan | Trial, tokenizer: Any, processor: Callable[[], Any], narrator: Narrator
+) -> data.TokenSet:
     """Text that sets scales.
 
     Raises:
         ModelError: the tokenizer is that of another model.
+        PlanRefused: weights are to be quantized on rows with images.
     """
     wanted = resolved.recipe.calibration
-    found = data.load(wanted, tokenizer, "calibration", resolved.seq_len, wanted.seed)
+    found = data.load(wanted, tokenizer, "calibration", resolved.seq_len, wanted.seed, processor)
+    if found.with_images and resolved.recipe.weights is not None:
+        raise PlanRefused(
+            [
+                "weights: llm-compressor is given text alone, and the calibration dataset has rows with"
+                " images; leave them out, or quantize the weights first and calibrate the outcome"
+            ]
+        )
     return _usable(found, resolved, narrator)
 
 
-def held_out_text(resolved: Plan | Trial, tokenizer: Any, narrator: Narrator) -> data.TokenSet:
+def held_out_text(
+    resolved: Plan | Trial, tokenizer: Any, processor: Callable[[], Any], narrator: Narrator
+) -> data.TokenSet:
     """Text that judges them."""
     wanted = resolved.recipe.evaluation
-    found = data.load(wanted, tokenizer, "evaluation", resolved.evaluation_seq_len, seed=0)
+    found = data.load(wanted, tokenizer, "evaluation", resolved.evaluation_seq_len, 0, processor)
     return _usable(found, resolved, narrator)
 
 

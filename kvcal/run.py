@@ -93,8 +93,9 @@ def _calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) -> 
         if recipe.weights is not None:
             weights.refuse(source.folder, recipe.weights.scheme, resolved.model)
         tokenizer = models.load_tokenizer(source.folder, request.trust)
-        text = opening.calibration_text(resolved, tokenizer, narrator)
-        held_out = opening.held_out_text(resolved, tokenizer, narrator)
+        processor = opening.processor_of(source.folder, request)
+        text = opening.calibration_text(resolved, tokenizer, processor, narrator)
+        held_out = opening.held_out_text(resolved, tokenizer, processor, narrator)
         distributed.meet("rank 0 is ready")
         agreed = run_ranks.agree(
             source.folder, resolved, text, held_out, where, request, narrator, stage.destination
@@ -278,7 +279,9 @@ def run_validate(
     """Validate a written checkpoint again, on held-out text."""
     resolved = opening.recorded_plan(folder, changes)
     model, cache, tokenizer = opening.reopen(folder, resolved, request, narrator)
-    return measure.validated(model, cache, opening.held_out_text(resolved, tokenizer, narrator), narrator)
+    processor = opening.processor_of(folder, request)
+    held_out = opening.held_out_text(resolved, tokenizer, processor, narrator)
+    return measure.validated(model, cache, held_out, narrator)
 
 
 def run_evaluate(
@@ -287,7 +290,8 @@ def run_evaluate(
     """Evaluate a written checkpoint again, on held-out text."""
     resolved = opening.recorded_plan(folder, changes)
     model, cache, tokenizer = opening.reopen(folder, resolved, request, narrator)
-    held_out = opening.held_out_text(resolved, tokenizer, narrator)
+    processor = opening.processor_of(folder, request)
+    held_out = opening.held_out_text(resolved, tokenizer, processor, narrator)
     with narrator.bar("evaluate", held_out.tokens) as on_tokens:
         return evaluate.evaluate(model, resolved, cache, held_out, on_tokens=on_tokens)
 
@@ -372,7 +376,9 @@ def _open(
             [f"{resolved.model.model_type} caches a latent; this benchmark is about K and V of heads"]
         )
     source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
-    text = opening.calibration_text(resolved, models.load_tokenizer(source.folder, request.trust), narrator)
+    tokenizer = models.load_tokenizer(source.folder, request.trust)
+    processor = opening.processor_of(source.folder, request)
+    text = opening.calibration_text(resolved, tokenizer, processor, narrator)
     return opening.load(source.folder, resolved, where, request, narrator), resolved, text
 
 

@@ -52,8 +52,9 @@ def run_compare(
     clock = manifest.Clock()
     source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
     tokenizer = models.load_tokenizer(source.folder, request.trust)
-    text = opening.calibration_text(tried, tokenizer, narrator)
-    held_out = opening.held_out_text(tried, tokenizer, narrator)
+    processor = opening.processor_of(source.folder, request)
+    text = opening.calibration_text(tried, tokenizer, processor, narrator)
+    held_out = opening.held_out_text(tried, tokenizer, processor, narrator)
     # Windows in 16 bits and K before RoPE are known for whole samples only.
     text, held_out = replace(text, chunk=None), replace(held_out, chunk=None)
     model = opening.load(source.folder, tried, where, request, narrator)

@@ -81,8 +81,9 @@ def follow(request: Request, recipe: Recipe) -> None:
     plan, _ = preflight.resolve(request.model, request.revision, recipe, narrator)
     source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
     tokenizer = models.load_tokenizer(source.folder, request.trust)
-    text = opening.calibration_text(plan, tokenizer, narrator)
-    held_out = opening.held_out_text(plan, tokenizer, narrator)
+    processor = opening.processor_of(source.folder, request)
+    text = opening.calibration_text(plan, tokenizer, processor, narrator)
+    held_out = opening.held_out_text(plan, tokenizer, processor, narrator)
     agreed = agree(source.folder, plan, text, held_out, where, request, narrator)
     with agreed.state.explained():
         loaded = opening.load(source.folder, plan, where, request, narrator)

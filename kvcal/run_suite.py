@@ -62,7 +62,11 @@ def run_suite(
     )
     text = continued = None
     if chosen.continuations:
-        held_out = opening.held_out_text(resolved, tokenizer, narrator)
+        held_out = opening.held_out_text(resolved, tokenizer, opening.processor_of(folder, request), narrator)
+        if held_out.with_images:
+            raise UsageError(
+                "--suite continues text alone, and the held-out rows have images; give --dataset with text"
+            )
         with narrator.bar("evaluate", held_out.tokens) as on_tokens:
             text = evaluate.evaluate(model, resolved, cache, held_out, on_tokens=on_tokens)
         clock.lap("evaluate")

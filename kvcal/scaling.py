@@ -169,7 +169,8 @@ def _rank() -> None:
         recipe = recipes.parse_text(wanted["recipe"], "the benchmark")
         resolved, source = preflight.resolve(request.model, None, recipe, Narrator.silent())
         tokenizer = models.load_tokenizer(source.folder, request.trust)
-        text = opening.calibration_text(resolved, tokenizer, Narrator.silent())
+        processor = opening.processor_of(source.folder, request)
+        text = opening.calibration_text(resolved, tokenizer, processor, Narrator.silent())
         model = opening.load(source.folder, resolved, where, request, Narrator.silent())
 
         def once() -> tuple[float, Statistics]:

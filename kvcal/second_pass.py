@@ -41,9 +41,9 @@ def moving_extremes(
             ends[key] = torch.lerp(ends[key], found, _AVERAGING) if key in ends else found
 
     with capture.intercept(model, see):
-        for sample in tokens.samples:
-            model.base_model(torch.tensor([sample], device=model.device), use_cache=False)
-            on_tokens(len(sample))
+        for batch in tokens.singly():
+            model.base_model(**batch.inputs(model.device, dtype=model.dtype), use_cache=False)
+            on_tokens(batch.tokens)
     return {
         index: {side: ends[index, side].abs().amax().reshape(1).cpu() for side in ("k", "v")}
         for index in layers
@@ -103,11 +103,13 @@ def fisher_levels(
         call.value.register_hook(tally_value)  # type: ignore[no-untyped-call]
 
     with _differentiable(model), capture.intercept(model, see, rotary=before_rope):
-        for sample in tokens.samples:
-            ids = torch.tensor([sample], device=model.device)
-            logits = model(ids, use_cache=False).logits[0, :-1].float()
-            torch.nn.functional.cross_entropy(logits, ids[0, 1:]).backward()  # type: ignore[no-untyped-call]
-            on_tokens(len(sample))
+        for batch in tokens.singly():
+            inputs = batch.inputs(model.device, dtype=model.dtype)
+            logits = model(**inputs, use_cache=False).logits[0, :-1].float()
+            scored, ids = (x[0].to(logits.device) for x in (batch.scored, batch.input_ids))
+            loss = torch.nn.functional.cross_entropy(logits[scored[:-1]], ids[1:][scored[:-1]])
+            loss.backward()  # type: ignore[no-untyped-call]
+            on_tokens(batch.tokens)
     return {
         index: {side: codebooks.nuq(counts[index, side], bits[side]) for side in ("k", "v")}
         for index in layers

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from kvcal import capture, forward, models, paged_cache
+from kvcal import calibrate, capture, forward, models, paged_cache
 from kvcal.cache import QuantizedCache
-from kvcal.data import TokenSet
+from kvcal.data import Batch, TokenSet
 from kvcal.errors import StatisticsError
 from kvcal.kernels import dispatch, reference
 
@@ -62,7 +62,11 @@ def validate(
     *,
     on_tokens: Callable[[float], None] = lambda _: None,
 ) -> Validation:
-    """Run each sample alone through the model and compare attention layer by layer as it passes."""
+    """Run each sample alone through the model and compare attention layer by layer as it passes.
+
+    Raises:
+        ModelError: a layer attends to images otherwise than kvcal's definition of attention.
+    """
     backend = dispatch.choose(models.device_of(model))
     on = functools.cache(cache.to)
     sums: dict[int, list[torch.Tensor]] = {}
@@ -76,9 +80,16 @@ def validate(
         before = sums.get(call.layer)
         sums[call.layer] = found if before is None else [a + b for a, b in zip(before, found, strict=True)]
 
-    with capture.intercept(model, compare):
+    running: list[Batch] = []
+
+    def examine(call: capture.AttentionCall, output: torch.Tensor) -> None:
+        if running[-1].images is not None:  # calibration has seen to text, and may have had no images
+            calibrate.require_emulated(call, output, running[-1])
+
+    with capture.intercept(model, compare, after=examine):
         for part in forward.parts(model, tokens.batches(1)):
             for step in forward.steps(model, part):
+                running.append(step.batch)
                 step.run()
                 on_tokens(step.tokens)
     for index, total in sorted(sums.items()):

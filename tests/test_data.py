@@ -379,12 +379,13 @@ def test_the_mask_goes_to_the_model_only_where_there_is_padding() -> None:
     assert full.inputs(cpu).keys() == {"input_ids"}
 
 
-def test_images_are_refused_and_not_left_out(tmp_path: Path) -> None:
+def test_images_without_a_processor_are_refused_and_not_left_out(tmp_path: Path) -> None:
+    (tmp_path / "cat.png").write_bytes(b"anything")
     seen = [{"type": "image", "url": "cat.png"}, {"type": "text", "text": "what is it?"}]
-    path = write_rows(tmp_path / "rows.jsonl", [[{"role": "user", "content": seen}]] * 6)
-    with pytest.raises(DataError, match=r"a chat has a part of type 'image'; kvcal calibrates on text alone"):
-        data.load(Text(dataset=str(path)), tiny.build_tokenizer(), "calibration", 32, 0)
+    chats = [[{"role": "user", "content": [*seen, {"type": "text", "text": str(i)}]}] for i in range(9)]
+    with pytest.raises(DataError, match="has rows with images, and there is no processor to read them"):
+        load(write_rows(tmp_path / "rows.jsonl", chats))
     path = tmp_path / "columns.jsonl"
-    path.write_text("".join(json.dumps({"text": "a cat", "image": f"{i}.png"}) + "\n" for i in range(6)))
-    with pytest.raises(DataError, match="has images in column 'image'"):
-        data.load(Text(dataset=str(path)), tiny.build_tokenizer(), "calibration", 32, 0)
+    path.write_text("".join(json.dumps({"text": f"cat {i}", "image": "cat.png"}) + "\n" for i in range(9)))
+    with pytest.raises(DataError, match="has rows with images, and there is no processor to read them"):
+        load(path)

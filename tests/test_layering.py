@@ -67,6 +67,8 @@ RANKS: dict[str, float] = {
     "capture": 6,
     "rotary": 6,
     "data": 6,
+    "documents": 5.95,
+    "images": 5.9,
     "sources": 6,
     "models": 6.5,
     "layerwise": 6.7,

@@ -63,8 +63,8 @@ def sample(model: Any, spec: ModelSpec, tokens: TokenSet) -> Keys:
         weight[call.layer].append(_cost(call)[:, ::step].cpu())
 
     with capture.intercept(model, see):
-        for batch in TokenSet(tokens.samples[:_SAMPLES]).batches(1):
-            model.base_model(**batch.inputs(model.device), use_cache=False)
+        for batch in tokens.part(slice(_SAMPLES)).batches(1):
+            model.base_model(**batch.inputs(model.device, dtype=model.dtype), use_cache=False)
     return Keys(
         {i: torch.cat(parts, 1) for i, parts in key.items()},
         {i: torch.cat(parts, 1) for i, parts in weight.items()},

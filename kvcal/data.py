@@ -130,7 +130,7 @@ class TokenSet:
     def hashes(self) -> list[str]:
         """SHA-256 of each sample; what the model sees of its images counts."""
         seen = (f" {found.digest}" if found else "" for found in self._images())
-        texts = (json.dumps(s) + images for s, images in zip(self.samples, seen, strict=True))
+        texts = (json.dumps(sample) + found for sample, found in zip(self.samples, seen, strict=True))
         return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
 
     def groups(self, batch_size: int) -> list[list[int]]:
@@ -144,9 +144,10 @@ class TokenSet:
 
     def batches(self, batch_size: int, padding_side: Literal["left", "right"] = "right") -> Iterator[Batch]:
         """The batches of :meth:`groups`, padded with token 0."""
+        seen = self._images()
         for group in self.groups(batch_size):
             batch = _pad([self.samples[i] for i in group], padding_side, self.chunk)
-            yield replace(batch, images=self._images()[group[0]])
+            yield replace(batch, images=seen[group[0]])
 
     def first(self, samples: int, tokens: int) -> TokenSet:
         """The first samples, of which so many tokens.

@@ -89,8 +89,8 @@ def _run(module: Any, batch: Batch, named: dict[str, Any]) -> Any:
     """
     try:
         return module(**named)
-    except (TypeError, ValueError) as error:
-        if batch.images is None:
+    except (RuntimeError, StopIteration, TypeError, ValueError) as error:
+        if batch.images is None or isinstance(error, torch.OutOfMemoryError):
             raise
         raise ModelError(
             f"the model refuses what its processor made of a row with images: {in_one_line(error)}; are the"

@@ -260,9 +260,10 @@ def load_processor(folder: Path, trust: Trust) -> Any:
     """
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    refusal = f"{folder}: its model takes no images, and the dataset has rows with images; leave them out"
     if probe.auto_class(_config(folder, trust)) is not AutoModelForImageTextToText:
-        raise ModelError(refusal)
+        raise ModelError(
+            f"{folder}: is run as a model of text alone, and the dataset has rows with images; leave them out"
+        )
     try:
         found = AutoProcessor.from_pretrained(
             folder, trust_remote_code=trust.remote_code, local_files_only=True

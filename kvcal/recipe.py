@@ -76,8 +76,8 @@ class Text(Section):
 
     ``dataset`` is ``builtin``, a local .jsonl, .parquet or .txt file, or a hub id or dataset folder
     (with ``split``). ``column`` names the text or chat column; by default ``text``, ``messages``,
-    ``conversations`` or ``prompt``, whichever is there. Samples longer than ``chunk`` are run so many tokens
-    at a time, over a cache.
+    ``conversations`` or ``prompt``, whichever is there. Images are in parts of chats or in a column ``image``
+    or ``images``. Samples longer than ``chunk`` are run so many tokens at a time, over a cache.
     """
 
     dataset: Annotated[str, Field(min_length=1)] = "builtin"

@@ -46,7 +46,7 @@ AutoProcessor.register(_Key, ImagesAlone)
 
 _TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}{% if part.type == 'image' %}PLACE{% else %}{{ part.text }}{% endif %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}PLACE {% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}\n{% endfor %}"
 )
 
@@ -115,6 +115,11 @@ def jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def chats(path: Path, count: int = 24) -> Path:
-    """A dataset file of questions about images beside it."""
+    """A dataset file of questions about images beside it, of several sizes; every third is about two."""
     names = files(path.parent, count)
-    return jsonl(path, [{"messages": chat(f"What is in {n}?", {"path": n})} for n in names])
+    rows = []
+    for index, name in enumerate(names):
+        (path.parent / name).write_bytes(png(index, (40 + 24 * (index % 3), 40)))
+        seen = [name] if index % 3 else [name, names[index - 1]]
+        rows.append({"messages": chat(f"What is in {name}?", *({"path": each} for each in seen))})
+    return jsonl(path, rows)

@@ -298,7 +298,7 @@ def test_rows_that_are_too_long_are_left_out_whole(tmp_path: Path) -> None:
     left_out = len(load(dataset, seq_len=500).samples) - len(short.samples)
     assert left_out > 5
     assert short.notices[0].startswith(f"calibration: left out {left_out} rows whose images would not fit")
-    with pytest.raises(DataError, match=r"no calibration sample .* left out .* the shortest has 38"):
+    with pytest.raises(DataError, match=r"no calibration sample .* left out .* the shortest has 39"):
         load(dataset, seq_len=30)
 
 
@@ -363,6 +363,18 @@ def test_validation_cuts_text_and_no_images() -> None:
     assert [len(s) for s in mixed.first(2, 2).samples] == [3]
 
 
+def test_floating_inputs_take_the_dtype_of_the_model() -> None:
+    tensors = {"pixel_values": torch.ones(1, 3), "image_grid_thw": torch.ones(1, 3, dtype=torch.long)}
+    seen = ImageInputs("", tensors, torch.tensor([True]))
+    (batch,) = TokenSet(((1,),), images=(seen,)).batches(1)
+    found = batch.inputs(torch.device("cpu"), dtype=torch.bfloat16)
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        "input_ids": torch.long,
+        "pixel_values": torch.bfloat16,
+        "image_grid_thw": torch.long,
+    }
+
+
 def test_positions_before_a_placeholder_are_not_scored() -> None:
     seen = ImageInputs("", {}, torch.tensor([False, True, True, False, True]))
     (batch,) = TokenSet(((1, 2, 3, 4, 5),), images=(seen,)).batches(1)
@@ -401,7 +413,7 @@ def failed(done: Any, code: int, message: str) -> None:
 def test_a_model_of_text_alone_is_refused(kvcal: Kvcal, llama_folder: Path, tmp_path: Path) -> None:
     dataset = pictures.chats(tmp_path / "chats.jsonl")
     done = kvcal("calibrate", "--model", llama_folder, "--dataset", dataset, "--output", "no", *SMALL)
-    failed(done, 4, "its model takes no images, and the dataset has rows with images; leave them out")
+    failed(done, 4, "is run as a model of text alone, and the dataset has rows with images; leave them out")
 
 
 def test_a_folder_without_a_processor_is_refused(kvcal: Kvcal, tmp_path: Path) -> None:

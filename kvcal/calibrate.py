@@ -42,6 +42,27 @@ class View:
     skip: int = 0
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """What the encoder has read, of whose tokens K and V of cross-attention are.
+
+    Attributes:
+        keep: ``(batch, encoder tokens)`` bool of real tokens; None if nothing is padded.
+        first: where the first sample's tokens are.
+    """
+
+    keep: torch.Tensor | None
+    first: slice
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> Encoded | None:
+        """None of a batch for a model without an encoder."""
+        if batch.encoder is None:
+            return None
+        keep = batch.encoder.keep
+        return cls(None if keep is None else keep.to(device), _spans(batch.encoder)[0])
+
+
 def calibrate(
     model: Any,
     plan: Plan,
@@ -92,6 +113,7 @@ def views(
     spans: list[slice] = []
     start = 0
     kept: dict[int, torch.Tensor | None] = {}
+    encoded: Encoded | None = None
 
     def observe(call: capture.AttentionCall) -> None:
         newest = _newest(call)
@@ -101,8 +123,8 @@ def views(
         if collect == "distribution":
             weights = [attention_weights(call, sample, span, start) for sample, span in enumerate(spans)]
         for view, collector in collectors.items():
-            keep = kept[view.skip]
             for side, x in _seen(newest, specs[call.layer], view).items():
+                keep = encoded.keep if encoded and call.cross and side != "q" else kept[view.skip]
                 collector.see(call.layer, side, x, keep)
             for sample, (span, weight) in enumerate(zip(spans, weights, strict=False)):
                 columns, first = _cached(call, span, start)
@@ -117,7 +139,7 @@ def views(
 
     def compare(call: capture.AttentionCall, output: torch.Tensor) -> None:
         if first and start == 0:
-            _require_emulated(call, output, spans[0])
+            _require_emulated(call, output, spans[0], encoded.first if encoded and call.cross else spans[0])
 
     rotary_too = any(view.before_rope for view in wanted)
     with capture.intercept(model, observe, rotary=rotary_too, after=compare):
@@ -129,6 +151,7 @@ def views(
                 continue
             for step in forward.steps(model, part):
                 spans, start = _spans(step.batch), step.queries.start
+                encoded = Encoded.of(step.batch, device)
                 kept = {view.skip: _kept(step, spans, view.skip, device) for view in wanted}
                 step.run()
                 for collector in collectors.values():
@@ -209,23 +232,30 @@ def _cached(call: capture.AttentionCall, span: slice, start: int) -> tuple[slice
 def _newest(call: capture.AttentionCall) -> capture.AttentionCall:
     """The call without keys and values that earlier chunks have left."""
     old = call.key.shape[2] - call.query.shape[2]
-    if not old:
+    if call.cross or not old:
         return call
     return dataclasses.replace(call, key=call.key[:, :, old:], value=call.value[:, :, old:])
 
 
-def _require_emulated(call: capture.AttentionCall, output: torch.Tensor, span: slice) -> None:
+def _require_emulated(call: capture.AttentionCall, output: torch.Tensor, span: slice, keys: slice) -> None:
     """Refuse a layer that does more at attention than kvcal does when it judges it.
 
-    Biases of position, chunks, a prefix that is seen as a whole, attention that is no softmax: whatever shows
-    in the first tokens of a sample.
+    Biases of position that it does not hand over, chunks, a prefix that is seen as a whole, attention that is
+    no softmax: whatever shows in the first tokens of a sample. ``keys``: columns of its K and V; those of
+    cross-attention belong together.
     """
-    q, k, v, given = (x[:1, :, span][:, :, :_COMPARED].float() for x in (*call.attended(), output))
-    expected = reference.attention(q, k, v, **call.geometry)
+    few = slice(span.start, min(span.stop, span.start + _COMPARED))
+    keys = keys if call.cross else few
+    q, k, v = call.attended()
+    q, given = (x[:1, :, few].float() for x in (q, output))
+    k, v = (x[:1, :, keys].float() for x in (k, v))
+    bias = None if call.bias is None else call.bias[:1, :, few, keys]
+    expected = reference.attention(q, k, v, **dataclasses.replace(call, bias=bias).geometry)
     error = float((given - expected).norm() / expected.norm())
+    kind = "full" if call.cross else "causal"
     if error > _EMULATED:  # NaN and infinity are for those who know where they came from
         raise ModelError(
-            f"layer {call.layer}: its attention differs by {error:.2g} from causal softmax attention over its"
+            f"layer {call.layer}: its attention differs by {error:.2g} from {kind} softmax attention over its"
             " Q, K and V; what else it does is not emulated, so nothing that kvcal says of it would hold"
         )
 

@@ -15,7 +15,7 @@ import os
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,17 +37,20 @@ _TXT_DOCUMENT_CHARS = 4000
 class Batch:
     """Token ids ``(batch, tokens)`` with the mask of real tokens and their positions.
 
-    ``chunk``: so many columns at most are run at a time; None is all of them.
+    ``chunk``: so many columns at most are run at a time; None is all of them. ``encoder``: what the encoder
+    of a model that has one reads; the rest is then of its decoder.
     """
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     position_ids: torch.Tensor
     chunk: int | None = None
+    encoder: Batch | None = None
 
     @property
     def tokens(self) -> int:
-        return int(self.attention_mask.sum())
+        """Real tokens, those of the encoder included."""
+        return int(self.attention_mask.sum()) + (0 if self.encoder is None else self.encoder.tokens)
 
     @property
     def keep(self) -> torch.Tensor | None:
@@ -59,10 +62,22 @@ class Batch:
 
         Without padding only ``input_ids`` are given, so that models can use their fastest causal path.
         """
+        if self.encoder is not None:
+            return self._both(device)
         named = {"input_ids": self.input_ids[:, queries]}
         if self.keep is not None:
             named["attention_mask"] = self.attention_mask[:, : queries.stop]
             named["position_ids"] = self.position_ids[:, queries]
+        return {name: tensor.to(device) for name, tensor in named.items()}
+
+    def _both(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Positions are left to the model: samples are padded on the right."""
+        named = {}
+        for prefix, part in (("", self.encoder), ("decoder_", self)):
+            assert part is not None
+            named[f"{prefix}input_ids"] = part.input_ids
+            if part.keep is not None:
+                named[f"{prefix}attention_mask"] = part.attention_mask
         return {name: tensor.to(device) for name, tensor in named.items()}
 
     def pieces(self) -> Iterator[slice]:
@@ -73,24 +88,32 @@ class Batch:
             yield slice(start, min(start + step, width))
 
     def tokens_in(self, queries: slice) -> int:
-        """Real tokens in some columns."""
-        return int(self.attention_mask[:, queries].sum())
+        """Real tokens in some columns; the encoder reads its own with the first."""
+        encoder = 0 if self.encoder is None or queries.start else self.encoder.tokens
+        return int(self.attention_mask[:, queries].sum()) + encoder
 
 
 @dataclass(frozen=True)
 class TokenSet:
     """Samples of token ids, what they hash to, and what the user should know about them.
 
-    ``chunk``: longer samples are run so many tokens at a time; None is whole.
+    ``chunk``: longer samples are run so many tokens at a time; None is whole. ``halves``: the first half of a
+    sample, the smaller one, is for an encoder, and the other for the decoder behind it.
     """
 
     samples: tuple[tuple[int, ...], ...]
     notices: tuple[str, ...] = field(default=())
     chunk: int | None = None
+    halves: bool = False
 
     @property
     def tokens(self) -> int:
         return sum(len(s) for s in self.samples)
+
+    @property
+    def encoder_tokens(self) -> int:
+        """Those of them that an encoder reads."""
+        return sum(len(s) // 2 for s in self.samples) if self.halves else 0
 
     @property
     def content_hash(self) -> str:
@@ -106,7 +129,22 @@ class TokenSet:
         """Batches of samples of similar length, longest first, padded with token 0."""
         ordered = sorted(self.samples, key=len, reverse=True)
         for start in range(0, len(ordered), batch_size):
-            yield _pad(ordered[start : start + batch_size], padding_side, self.chunk)
+            chosen = ordered[start : start + batch_size]
+            if self.halves:
+                yield _paired(chosen)
+            else:
+                yield _pad(chosen, padding_side, self.chunk)
+
+    def first(self, samples: int, tokens: int) -> TokenSet:
+        """The first tokens of the first samples; of an encoder's and a decoder's half as many each."""
+
+        def cut(sample: tuple[int, ...]) -> tuple[int, ...]:
+            half = len(sample) // 2
+            if not self.halves or len(sample) <= tokens:
+                return sample[:tokens]
+            return sample[: tokens // 2] + sample[half : half + tokens // 2]
+
+        return replace(self, samples=tuple(map(cut, self.samples[:samples])), notices=(), chunk=None)
 
 
 def load(text: Text, tokenizer: Any, role: Role, seq_len: int, seed: int) -> TokenSet:
@@ -312,3 +350,9 @@ def _pad(samples: list[tuple[int, ...]], side: Literal["left", "right"], chunk: 
     # Positions are given: models derive them from the tensor's shape and would shift a left-padded row.
     position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     return Batch(input_ids, attention_mask, position_ids, chunk)
+
+
+def _paired(samples: list[tuple[int, ...]]) -> Batch:
+    """Each sample's first half for the encoder; padded on the right, where positions are the model's own."""
+    encoder = _pad([sample[: len(sample) // 2] for sample in samples], "right", None)
+    return replace(_pad([sample[len(sample) // 2 :] for sample in samples], "right", None), encoder=encoder)

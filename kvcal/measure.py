@@ -216,9 +216,8 @@ def prove_written(folds: Folds, written: Any) -> Folds:
 
 def validated(model: Any, cache: QuantizedCache, held_out: data.TokenSet, narrator: Narrator) -> Validation:
     """Attention error on the first tokens of the first held-out samples."""
-    first = held_out.samples[:VALIDATION_SAMPLES]
-    few = data.TokenSet(tuple(sample[:VALIDATION_TOKENS] for sample in first))
-    if few.tokens < sum(map(len, first)):
+    few = held_out.first(VALIDATION_SAMPLES, VALIDATION_TOKENS)
+    if few.tokens < sum(map(len, held_out.samples[:VALIDATION_SAMPLES])):
         narrator.notice(f"attention error is that of the first {VALIDATION_TOKENS:,} tokens of a sample")
     with narrator.bar("validate", few.tokens) as on_tokens:
         return validate.validate(model, cache, few, on_tokens=on_tokens)

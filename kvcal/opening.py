@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvcal import data, mixed, models, placement, plan, scales, sources
+from kvcal import data, halves, mixed, models, placement, plan, scales, sources
 from kvcal import recipe as recipes
 from kvcal.cache import QuantizedCache
 from kvcal.errors import ModelError, PlanRefused, UsageError
@@ -50,6 +50,9 @@ class Request:
 
 def load(folder: Path, resolved: Plan | Trial, where: Placement, request: Request, narrator: Narrator) -> Any:
     """The model with its weights; says so where it computes in another dtype than the checkpoint's."""
+    refused = placement.about_encoders(where) if resolved.model.encoder_decoder else []
+    if refused:
+        raise PlanRefused(refused)
     models.require_as_announced(folder, resolved.model, request.trust)
     model = placement.load(folder, resolved.model, where, request.trust)
     computes = str(model.dtype).removeprefix("torch.")
@@ -71,6 +74,7 @@ def require_placeable(resolved: Plan, where: Placement) -> None:
         folds=resolved.folds,
         weights=resolved.recipe.weights is not None,
         shares_caches=resolved.model.shares_caches,
+        encoder_decoder=resolved.model.encoder_decoder,
     )
     if reasons:
         raise PlanRefused(reasons)
@@ -83,15 +87,24 @@ def calibration_text(resolved: Plan | Trial, tokenizer: Any, narrator: Narrator)
         ModelError: the tokenizer is that of another model.
     """
     wanted = resolved.recipe.calibration
-    found = data.load(wanted, tokenizer, "calibration", resolved.seq_len, wanted.seed)
+    found = _text(wanted, tokenizer, "calibration", resolved.seq_len, wanted.seed, resolved)
     return _usable(found, resolved, narrator)
 
 
 def held_out_text(resolved: Plan | Trial, tokenizer: Any, narrator: Narrator) -> data.TokenSet:
     """Text that judges them."""
     wanted = resolved.recipe.evaluation
-    found = data.load(wanted, tokenizer, "evaluation", resolved.evaluation_seq_len, seed=0)
+    found = _text(wanted, tokenizer, "evaluation", resolved.evaluation_seq_len, 0, resolved)
     return _usable(found, resolved, narrator)
+
+
+def _text(
+    wanted: recipes.Text, tokenizer: Any, role: data.Role, seq_len: int, seed: int, resolved: Plan | Trial
+) -> data.TokenSet:
+    start = resolved.model.decoder_start
+    if start is None:
+        return data.load(wanted, tokenizer, role, seq_len, seed)
+    return halves.load(wanted, tokenizer, role, seq_len, seed, start)
 
 
 def _usable(found: data.TokenSet, resolved: Plan | Trial, narrator: Narrator) -> data.TokenSet:

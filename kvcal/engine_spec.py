@@ -155,8 +155,7 @@ class EngineSpec:
     ) -> Verdict:
         """What becomes of a calibration; ``granularity`` is None where no static scales are written."""
         if self._refuses_encoders(model):
-            reasons = self.refusals(model, fmt, granularity, deliver)
-            return Verdict("refused", tuple(reasons), "--engine kernel")
+            return Verdict("refused", (self._about_encoders(model),), "--engine kernel --format fp8")
         ignored = self.ignores(model, fmt, deliver)
         refused = [r for r in self.refusals(model, fmt, granularity, deliver) if r not in ignored]
         if not refused and not ignored:
@@ -202,6 +201,9 @@ class EngineSpec:
             return []
         return [why if fmt.block else f"{why}; --deliver fold reaches it"]
 
+    def _about_encoders(self, model: ModelSpec) -> str:
+        return f"{self.name} {self.version}, {model.model_type}: {self.about_encoders}"
+
     def _refuses_encoders(self, model: ModelSpec) -> bool:
         return model.encoder_decoder and self.about_encoders is not None
 
@@ -227,7 +229,7 @@ class EngineSpec:
         ``granularity`` is None where no static scales are written.
         """
         if self._refuses_encoders(model):
-            return [f"{self.name} {self.version}, {model.model_type}: {self.about_encoders}"]
+            return [f"{self._about_encoders(model)}; use --engine kernel, which takes fp8"]
         reasons = self.ignores(model, fmt, deliver)
         known = fmt.name in self.cache_dtype
         if not known:

@@ -23,6 +23,7 @@ from kvcal.recipe import Text
 from kvcal.sources import Source
 from kvcal.trial import Trial
 
+SPLIT = "encoder: first half of each sample; decoder: second half behind decoder_start_token_id"
 SAMPLES = "samples.json"  # SHA-256 of each sample that the statistics hold
 
 
@@ -98,7 +99,7 @@ def _text_record(found: TokenSet, wanted: Text) -> dict[str, Any]:
         "samples": len(found.samples),
         "tokens": found.tokens,
         "sha256": found.content_hash,
-    }
+    } | ({"encoder_tokens": found.encoder_tokens, "split": SPLIT} if found.halves else {})
 
 
 def versions() -> dict[str, str]:

@@ -26,10 +26,10 @@ def load(text: Text, tokenizer: Any, role: Role, seq_len: int, seed: int, start:
     """
     closing = closing_of(tokenizer)
     room = seq_len - 1 - len(closing)
-    if room < MIN_TOKENS or MIN_TOKENS // 2 <= len(closing):
+    if room < MIN_TOKENS or len(closing) >= MIN_TOKENS // 2:
         raise ModelError(
-            f"the tokenizer puts {len(closing)} tokens behind a text, which leaves samples of {seq_len} tokens"
-            " no room; give a larger --seq-len"
+            f"the tokenizer puts {len(closing)} tokens behind a text, which leaves no room in samples of"
+            f" {seq_len} tokens; give a larger --seq-len"
         )
     found = data.load(text, tokenizer, role, room, seed)
     samples = tuple(_joined(sample, closing, start) for sample in found.samples)

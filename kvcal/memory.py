@@ -207,11 +207,7 @@ def _through_weights(model: Any, spec: ModelSpec) -> int:
     """Elements per token that go into and come out of the weights of one layer."""
     routed = max(getattr(model.config, name, None) or 1 for name in ("num_experts_per_tok", "top_k"))
     return max(
-        sum(
-            sum(p.shape[-2:]) * (routed if p.ndim == 3 else 1)
-            for p in layer.parameters()
-            if p.ndim > 1
-        )
+        sum(sum(p.shape[-2:]) * (routed if p.ndim == 3 else 1) for p in layer.parameters() if p.ndim > 1)
         for layer in _layers(model, spec)
     )
 

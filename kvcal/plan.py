@@ -237,7 +237,7 @@ def _about_encoders(recipe: Recipe, model: ModelSpec, fmt: KVFormat, *, static: 
         half = (lengths[name] + 1) // 2
         if half > text.chunk:
             reasons.append(
-                f"{name}.chunk {text.chunk}: an encoder-decoder reads its samples whole, {half} tokens in each"
+                f"{name}.chunk {text.chunk}: an encoder-decoder reads its samples whole, {half} tokens in a"
                 f" half; give a chunk of {half} or more, or a --seq-len of {2 * text.chunk} or less"
             )
     return reasons

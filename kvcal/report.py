@@ -196,7 +196,9 @@ def print_plan(console: Console, document: Report) -> None:
     table.add_row("cache", f"{', '.join([f'{layers} layers', *notes])}; {held} for {heads} query heads")
     table.add_row("format", f"{document['format']}, {document['scaling']}")
     table.add_row("delivered by", DELIVERED[document["deliver"]])
-    table.add_row("per token" if encoder is None else "per decoder token", _saved(document["bytes_per_token"]))
+    table.add_row(
+        "per token" if encoder is None else "per decoder token", _saved(document["bytes_per_token"])
+    )
     if encoder is not None:
         table.add_row("per encoder token", _saved(encoder))
     table.add_row(
@@ -216,7 +218,9 @@ def print_plan(console: Console, document: Report) -> None:
 
 def _saved(size: Mapping[str, float]) -> str:
     ratio = size["reference"] / size["quantized"]
-    return f"{size['reference']:,.0f} bytes in 16 bits, {size['quantized']:,.0f} quantized ({ratio:.2f}x less)"
+    return (
+        f"{size['reference']:,.0f} bytes in 16 bits, {size['quantized']:,.0f} quantized ({ratio:.2f}x less)"
+    )
 
 
 def any_of(value: int | list[int]) -> str:

@@ -55,7 +55,6 @@ LIVE_PROMPTS = (
     "Water boils at a temperature of",
 )
 LIVE_NEW_TOKENS = 24
-_DECODERS_ALONE = "benchmarks run decoders alone; kvcal calibrate, validate and evaluate take it"
 
 
 def run_calibrate(
@@ -367,9 +366,8 @@ def _open(
     """``latents``: the benchmark can do with models that cache them."""
     opening.quiet_libraries()
     where = request.placement
+    preflight.refuse_encoder(request.model, request.revision, narrator)
     resolved, _ = preflight.resolve(request.model, request.revision, recipe, narrator)
-    if resolved.model.encoder_decoder:
-        raise PlanRefused([f"{resolved.model.model_type} is an encoder-decoder; {_DECODERS_ALONE}"])
     if resolved.model.latent is not None and not latents:
         raise PlanRefused(
             [f"{resolved.model.model_type} caches a latent; this benchmark is about K and V of heads"]

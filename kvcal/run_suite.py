@@ -49,8 +49,8 @@ def run_suite(
     if resolved.model.encoder_decoder:
         raise PlanRefused(
             [
-                f"--suite lets a decoder continue text, and {resolved.model.model_type} is an encoder-decoder;"
-                " kvcal evaluate without it measures KL on its decoder's tokens"
+                f"{resolved.model.model_type} is an encoder-decoder, and --suite lets decoders continue text;"
+                " kvcal evaluate without it measures KL on the decoder's tokens"
             ]
         )
     if round_query and not resolved.format.rounds_query:

@@ -79,8 +79,8 @@ def resolve(
     if model.encoder_decoder:
         raise PlanRefused(
             [
-                f"{model.model_type} is an encoder-decoder, and schemes are compared for decoders alone; kvcal"
-                " calibrate --engine kernel measures fp8 for it"
+                f"{model.model_type} is an encoder-decoder, and schemes are compared for decoders alone;"
+                " kvcal calibrate --engine kernel measures fp8 for it"
             ]
         )
     if model.latent is not None:

@@ -225,7 +225,8 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     "mbart": _BART,
     "marian": _BART | {"decoder_vocab_size": 263},
     "pegasus": _BART,
-    "m2m_100": _BART,
+    # Its positions are counted from padding.
+    "m2m_100": _BART | {"pad_token_id": 1},
     "t5": _T5 | {"n_positions": 64},
     "mt5": _T5 | {"feed_forward_proj": "gated-gelu"},
 }

@@ -119,8 +119,8 @@ def attention(
 
     ``window`` keys are visible to a query, its own included; ``softcap`` bounds logits by
     ``softcap * tanh(logits / softcap)``. ``sinks`` ``(heads,)`` are logits beside those of the keys that lead
-    to no value, so that what a query gives to keys sums up to less than 1. Without ``causal`` every query sees
-    every key, wherever it stands. ``bias`` ``(1 or batch, heads, queries, keys)`` is added to the logits.
+    to no value, so that what a query gives to keys sums up to less than 1. Without ``causal`` every query
+    sees every key, wherever it stands. ``bias`` ``(1 or batch, heads, queries, keys)`` is added to logits.
     """
     seen = _seen(q, k, window, causal)
     weights, total = _weights(q, k, scaling, seen, softcap, sinks, bias)
@@ -233,7 +233,7 @@ def _weights(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if bias is not None:
-        logits = logits + bias.to(logits).unflatten(1, (kv_heads, -1))
+        logits = logits + bias.to(logits).reshape(len(bias), kv_heads, -1, *bias.shape[2:])
     logits = logits.masked_fill(~seen, float("-inf"))
     largest = logits.amax(-1, keepdim=True)
     if sinks is None:

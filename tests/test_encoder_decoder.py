@@ -154,6 +154,27 @@ def test_one_pass_is_decode_token_by_token(family: str) -> None:
     assert (at_once - plain).abs().max() > 20 * (at_once - torch.cat(steps, 1)).abs().max()
 
 
+def test_the_bias_of_positions_is_emulated() -> None:
+    model = tiny.build_model("t5")
+    for name, parameter in model.named_parameters():
+        if "relative_attention_bias" in name:  # large beside what Q and K give
+            torch.nn.init.normal_(parameter, 0.0, 9.0)
+    errors: dict[int, tuple[float, float]] = {}
+
+    def compare(call: capture.AttentionCall, given: torch.Tensor) -> None:
+        q, k, v = call.attended()
+        plain = call.geometry | {"bias": None}
+        found = (reference.attention(q, k, v, **geometry) for geometry in (call.geometry, plain))
+        errors[call.layer] = tuple(float((x - given).norm() / given.norm()) for x in found)  # type: ignore[assignment]
+
+    (batch, *_) = _text().batches(1)
+    with torch.inference_mode(), capture.intercept(model, lambda _: None, after=compare):
+        model(**batch.inputs(model.device))
+    assert max(error for error, _ in errors.values()) < 1e-5
+    assert all(without > 0.05 for index, (_, without) in errors.items() if index % 2 == 0)
+    calibrate.calibrate(model, _plan(model), _text())  # whose own check of the first batch wants it too
+
+
 @given(
     queries=st.integers(1, 9),
     keys=st.integers(1, 9),

@@ -325,6 +325,10 @@ def test_plan_to_check(
     assert (record["tokens"], record["encoder_tokens"]) == (4 * 48, 4 * 24)
     assert "decoder_start_token_id" in record["split"]
     assert kvcal("check", output, "--engine", "kernel").code == 0
+    assert "576 quantized per token of the encoder" in (output / "kvcal" / "report.md").read_text()
+    page = (output / "kvcal" / "report.html").read_text()
+    assert "1,152 → 576 bytes per token of the decoder, 1,152 → 576 of the encoder" in page
+    assert "whose two caches grow with different texts" in page, "no capacity that means nothing"
 
 
 @pytest.fixture(scope="module")

@@ -367,6 +367,12 @@ def test_other_commands_take_it(
     assert suite.code == 3, suite.stderr
     assert "--suite lets decoders continue" in " ".join(suite.stderr.split())
     streamed = kvcal("evaluate", first, "--device-map", "layerwise")
+    assert "streams the layers of one decoder" in " ".join(streamed.stderr.split())
+    pytest.importorskip("lm_eval")
+    from kvcal.harness import QuantizedCacheLM
+
+    with pytest.raises(PlanRefused, match="the harness is given decoders alone"):
+        QuantizedCacheLM(str(first))
     assert streamed.code == 3, streamed.stderr
 
 

@@ -47,6 +47,10 @@ class LayerSpec:
     A layer with a ``latent`` has one KV head of ``head_dim`` channels, the latent and then the rotary key,
     whose channels rotate. Its K is the latent, its V the rotary key, as transformers' cache has them; its Q
     has the up-projection absorbed and meets both.
+
+    Behind an encoder, a decoder layer has two of these: self-attention of layer ``i`` has ``index`` ``2 i``,
+    and ``2 i + 1`` is the one of ``cross`` attention, whose K and V are of the encoder's tokens and are
+    written once.
     """
 
     index: int
@@ -62,6 +66,7 @@ class LayerSpec:
     shares: int | None = None
     stored: str | None = None
     own_tensors: tuple[str, ...] = ()
+    cross: bool = False
 
     @property
     def in_checkpoint(self) -> str:
@@ -118,6 +123,9 @@ class ModelSpec:
     ``layers`` are those that attend; the model has ``layers_without_attention`` more. ``projections`` None
     says that nobody has found out which weights make Q, K and V, nor any of the above but ``sinks`` and
     ``key_bias``.
+
+    ``decoder_start`` is the token that a decoder behind an encoder begins with; None where there is no
+    encoder. ``position_bias``: logits have a term added that depends on the distance in tokens.
     """
 
     model_type: str
@@ -139,11 +147,30 @@ class ModelSpec:
     sinks: bool = False
     output_gate: bool = False
     layers_without_attention: int = 0
+    decoder_start: int | None = None
+    position_bias: bool = False
+
+    @property
+    def encoder_decoder(self) -> bool:
+        """Whether an encoder reads the prompt, and the decoder attends to it by cross-attention."""
+        return self.decoder_start is not None
+
+    def layers_grown_by(self, *, encoder: bool) -> tuple[LayerSpec, ...]:
+        """Layers to whose caches a token that the decoder, or the encoder, reads adds K and V."""
+        return tuple(layer for layer in self.layers if layer.cross == encoder)
 
     @property
     def cached_elements_per_token(self) -> int:
-        """Elements of K and V that one token adds to the cache of all layers, while no window is full."""
-        return sum(layer.cached_elements for layer in self.layers)
+        """Elements of K and V that one token adds to the cache of all layers, while no window is full.
+
+        Behind an encoder: one token of the decoder.
+        """
+        return sum(layer.cached_elements for layer in self.layers_grown_by(encoder=False))
+
+    @property
+    def cached_elements_per_encoder_token(self) -> int:
+        """Elements that one token of the encoder adds to the caches of cross-attention."""
+        return sum(layer.cached_elements for layer in self.layers_grown_by(encoder=True))
 
     @property
     def latent(self) -> LatentSpec | None:
@@ -151,7 +178,10 @@ class ModelSpec:
         return self.layers[0].latent
 
     def elements_held(self, context: int) -> int:
-        """Elements that the cache of all layers holds of a sequence of ``context`` tokens."""
+        """Elements that the cache of all layers holds of a sequence of ``context`` tokens.
+
+        Behind an encoder: of as many tokens each that encoder and decoder have read.
+        """
         return sum(layer.elements_held(context) for layer in self.layers)
 
     @property

@@ -92,6 +92,7 @@ def views(
     spans: list[slice] = []
     start = 0
     kept: dict[int, torch.Tensor | None] = {}
+    kept_by_encoder: torch.Tensor | None = None
 
     def observe(call: capture.AttentionCall) -> None:
         newest = _newest(call)
@@ -101,8 +102,8 @@ def views(
         if collect == "distribution":
             weights = [attention_weights(call, sample, span, start) for sample, span in enumerate(spans)]
         for view, collector in collectors.items():
-            keep = kept[view.skip]
             for side, x in _seen(newest, specs[call.layer], view).items():
+                keep = kept_by_encoder if call.cross and side != "q" else kept[view.skip]
                 collector.see(call.layer, side, x, keep)
             for sample, (span, weight) in enumerate(zip(spans, weights, strict=False)):
                 columns, first = _cached(call, span, start)
@@ -133,7 +134,7 @@ def views(
                 continue
             for step in forward.steps(model, part):
                 spans, start = _spans(step.batch), step.queries.start
-                running = step.batch
+                running, kept_by_encoder = step.batch, _kept_by_encoder(step.batch, device)
                 kept = {view.skip: _kept(step, spans, view.skip, device) for view in wanted}
                 step.run()
                 for collector in collectors.values():
@@ -215,7 +216,7 @@ def _cached(call: capture.AttentionCall, span: slice, start: int) -> tuple[slice
 def _newest(call: capture.AttentionCall) -> capture.AttentionCall:
     """The call without keys and values that earlier chunks have left."""
     old = call.key.shape[2] - call.query.shape[2]
-    if not old:
+    if call.cross or not old:
         return call
     return dataclasses.replace(call, key=call.key[:, :, old:], value=call.value[:, :, old:])
 
@@ -223,8 +224,9 @@ def _newest(call: capture.AttentionCall) -> capture.AttentionCall:
 def require_emulated(call: capture.AttentionCall, output: torch.Tensor, batch: Batch) -> None:
     """Refuse a layer that does more at attention than kvcal does when it judges it.
 
-    Biases of position, chunks, a prefix that is seen as a whole, attention that is no softmax: whatever shows
-    in the first tokens of a sample, or from its first image on.
+    Biases of position that it does not hand over, chunks, a prefix that is seen as a whole, attention that is
+    no softmax: whatever shows in the first tokens of a sample, or from its first image on. K and V of
+    cross-attention belong together.
 
     Raises:
         ModelError: naming the layer.
@@ -232,14 +234,18 @@ def require_emulated(call: capture.AttentionCall, output: torch.Tensor, batch: B
     span, start = _spans(batch)[0], 0
     if batch.images is not None:
         start = int(batch.images.placeholders.int().argmax())
-    until = slice(span.start, min(span.stop, span.start + start + _COMPARED))
-    q, k, v, given = (x[:1, :, until].float() for x in (*call.attended(), output))
-    q, given = q[:, :, start:], given[:, :, start:]
-    expected = reference.attention(q, k, v, **call.geometry)
+    few = slice(span.start, min(span.stop, span.start + start + _COMPARED))
+    keys = _spans(batch.encoder)[0] if batch.encoder is not None and call.cross else few
+    q, k, v = call.attended()
+    q, given = (x[:1, :, few].float()[:, :, start:] for x in (q, output))
+    k, v = (x[:1, :, keys].float() for x in (k, v))
+    bias = None if call.bias is None else call.bias[:1, :, few, keys][:, :, start:]
+    expected = reference.attention(q, k, v, **dataclasses.replace(call, bias=bias).geometry)
     error = float((given - expected).norm() / expected.norm())
+    kind = "full" if call.cross else "causal"
     if error > _EMULATED:  # NaN and infinity are for those who know where they came from
         raise ModelError(
-            f"layer {call.layer}: its attention differs by {error:.2g} from causal softmax attention over its"
+            f"layer {call.layer}: its attention differs by {error:.2g} from {kind} softmax attention over its"
             " Q, K and V; what else it does is not emulated, so nothing that kvcal says of it would hold"
         )
 
@@ -269,6 +275,13 @@ def _kept(step: Step, spans: list[slice], skip: int, device: torch.device) -> to
     for row, span in enumerate(spans):
         keep[row, span.start : span.start + skip] = False
     return keep[:, step.queries].to(device)
+
+
+def _kept_by_encoder(batch: Batch, device: torch.device) -> torch.Tensor | None:
+    """``(batch, encoder tokens)`` bool of what cross-attention counts; None where that is everything."""
+    if batch.encoder is None or batch.encoder.keep is None:
+        return None
+    return batch.encoder.keep.to(device)
 
 
 def _shapes(layers: Sequence[LayerSpec]) -> dict[tuple[int, Side], tuple[int, int]]:

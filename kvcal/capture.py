@@ -4,7 +4,8 @@ It enters through transformers' ``AttentionInterface``: every layer hands its te
 QK-norm and before heads are repeated for GQA, to one function. kvcal puts its own in front of the one the
 model uses, and afterwards leaves model and registry as they were. A model whose code never looks at that
 interface is met where it calls torch's ``scaled_dot_product_attention``. Of a layer that caches a latent
-it shows the latent, and puts what comes back through the layer's up-projection again.
+it shows the latent, and puts what comes back through the layer's up-projection again. Of a model with an
+encoder it shows what has a cache: both attentions of each decoder layer.
 
 What a layer hands over is brought to the form in which engines hold it: Q without a softmax scale that the
 layer has multiplied in beforehand, K and V without heads that the layer has repeated.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,8 @@ from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from kvcal import expansion
+from kvcal import encoder_decoder, expansion
+from kvcal.encoder_decoder import Role
 from kvcal.errors import ModelError
 from kvcal.expansion import Cached, Expansion
 from kvcal.kernels import reference
@@ -45,7 +47,9 @@ class AttentionCall:
     ``rotary`` is what RoPE multiplied Q and K by, ``(cos, sin)``, each ``(1 or batch, tokens, rotary_dim)``;
     None in a layer without positions, or if it was not asked for. ``sinks`` are the logits, one per query
     head, that stand in each softmax beside those of the keys and lead to no value; None where there are none.
-    ``module`` is the attention module.
+    ``module`` is the attention module. ``cross``: K and V are of the encoder's tokens, all of which every
+    query sees. ``bias`` ``(1 or batch, heads, tokens, keys)`` is added to the logits, as T5 adds one by
+    distance; None where nothing is.
 
     With an ``expansion``, ``key`` is the cached latent ``(batch, 1, tokens, rank)`` and ``value`` the rotary
     key ``(batch, 1, tokens, rotary)``; ``query`` has the up-projection absorbed and meets both,
@@ -63,16 +67,23 @@ class AttentionCall:
     sinks: torch.Tensor | None = None
     module: torch.nn.Module | None = None
     expansion: Expansion | None = None
+    cross: bool = False
+    bias: torch.Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is causal attention by nothing but Q and K, which is all that kernels know."""
+        return not self.cross and self.bias is None
 
     @property
     def geometry(self) -> dict[str, Any]:
-        """Keyword arguments of :func:`kvcal.kernels.reference.attention`."""
+        """Keyword arguments of :func:`kvcal.kernels.reference.attention`; of a kernel's too, if ``plain``."""
         return {
             "scaling": self.scaling,
             "window": self.window,
             "softcap": self.softcap,
             "sinks": self.sinks,
-        }
+        } | ({} if self.plain else {"causal": not self.cross, "bias": self.bias})
 
     def attended(self, replaced: Tensors | None = None) -> Tensors:
         """Q, K and V to attend with where ``replaced`` is in place of ``query``, ``key`` and ``value``."""
@@ -146,7 +157,9 @@ def _attention_modules(model: Any) -> list[torch.nn.Module]:
 @contextmanager
 def _through_interface(model: Any, see: See, after: After, latents: Cached) -> Iterator[None]:
     # A model of several modalities attends to text by the config of its text decoder.
-    config = model.config.get_text_config(decoder=True)
+    roles = encoder_decoder.roles(model)
+    # A decoder may have a copy of its model's config, or share it with the encoder.
+    config = model.config.get_text_config(decoder=True) if roles is None else model.get_decoder().config
     own_name = config._attn_implementation
     name = next(_names)
 
@@ -158,9 +171,12 @@ def _through_interface(model: Any, see: See, after: After, latents: Cached) -> I
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> Any:
-        found = _as_engines_hold_it(module, query, key, value, kwargs, latents)
+        own = _own_function(own_name, module)
+        if roles is not None and module not in roles:  # of the encoder
+            return own(module, query, key, value, attention_mask, **kwargs)
+        found = _as_engines_hold_it(module, query, key, value, kwargs, latents, roles)
         query, key, value, attention_mask = found.replaced(see(found.call), attention_mask)
-        given = _own_function(own_name, module)(module, query, key, value, attention_mask, **kwargs)
+        given = own(module, query, key, value, attention_mask, **kwargs)
         after(found.call, given[0].transpose(1, 2))
         return given
 
@@ -192,7 +208,8 @@ class _Direct(TorchFunctionMode):
         super().__init__()
         self._see, self._after, self._latents = see, after, latents
         self._inside: list[torch.nn.Module] = []
-        self._modules = _attention_modules(model)
+        self._roles = encoder_decoder.roles(model)
+        self._modules = list(self._roles) if self._roles is not None else _attention_modules(model)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> _Direct:
@@ -221,7 +238,7 @@ class _Direct(TorchFunctionMode):
         given |= kwargs
         query, key, value = (given.pop(name) for name in ("query", "key", "value"))
         found = _as_engines_hold_it(
-            self._inside[-1], query, key, value, {"scaling": given.get("scale")}, self._latents
+            self._inside[-1], query, key, value, {"scaling": given.get("scale")}, self._latents, self._roles
         )
         query, key, value, mask = found.replaced(self._see(found.call), given.pop("attn_mask", None))
         if mask is not None:
@@ -265,6 +282,7 @@ def _as_engines_hold_it(
     value: torch.Tensor,
     kwargs: dict[str, Any],
     latents: Cached,
+    roles: Mapping[torch.nn.Module, Role] | None,
 ) -> _Handed:
     scaling = kwargs.get("scaling")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -272,8 +290,9 @@ def _as_engines_hold_it(
     if scaling == 1.0 and isinstance(own, float) and own != 1.0:
         scaling = factor = own  # Q has it already, and the call says 1 in its place
     repeated = _repetitions(module, key, value)
+    role = Role(module.layer_idx, False) if roles is None else roles[module]  # type: ignore[arg-type]
     call = AttentionCall(
-        layer=module.layer_idx,  # type: ignore[arg-type]
+        layer=role.index,
         query=query if factor == 1.0 else query / factor,
         key=key if repeated == 1 else key[:, ::repeated],
         value=value if repeated == 1 else value[:, ::repeated],
@@ -282,6 +301,8 @@ def _as_engines_hold_it(
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         module=module,
+        cross=role.cross,
+        bias=kwargs.get("position_bias"),
     )
     if module in latents:
         call = _of_latent(call, module, *latents.pop(module))

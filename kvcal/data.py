@@ -34,7 +34,8 @@ class Batch:
     """Token ids ``(batch, tokens)`` with the mask of real tokens and their positions.
 
     ``chunk``: so many columns at most are run at a time; None is all of them. ``images`` go with the one
-    sample of a batch that is run whole.
+    sample of a batch that is run whole. ``encoder``: what the encoder of a model that has one reads; the rest
+    is then of its decoder.
     """
 
     input_ids: torch.Tensor
@@ -42,10 +43,12 @@ class Batch:
     position_ids: torch.Tensor
     chunk: int | None = None
     images: ImageInputs | None = None
+    encoder: Batch | None = None
 
     @property
     def tokens(self) -> int:
-        return int(self.attention_mask.sum())
+        """Real tokens, those of the encoder included."""
+        return int(self.attention_mask.sum()) + (0 if self.encoder is None else self.encoder.tokens)
 
     @property
     def keep(self) -> torch.Tensor | None:
@@ -72,12 +75,24 @@ class Batch:
         Without padding only ``input_ids`` are given, so that models can use their fastest causal path, and
         what belongs to images, in the model's ``dtype``.
         """
+        if self.encoder is not None:
+            return self._both(device)
         named = {"input_ids": self.input_ids[:, queries]}
         if self.keep is not None:
             named["attention_mask"] = self.attention_mask[:, : queries.stop]
             named["position_ids"] = self.position_ids[:, queries]
         on_device = {name: tensor.to(device) for name, tensor in named.items()}
         return on_device if self.images is None else on_device | self.images.on(device, dtype)
+
+    def _both(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Positions are left to the model: samples are padded on the right."""
+        named = {}
+        for prefix, part in (("", self.encoder), ("decoder_", self)):
+            assert part is not None
+            named[f"{prefix}input_ids"] = part.input_ids
+            if part.keep is not None:
+                named[f"{prefix}attention_mask"] = part.attention_mask
+        return {name: tensor.to(device) for name, tensor in named.items()}
 
     def pieces(self) -> Iterator[slice]:
         """Columns that are run at a time, in order."""
@@ -87,8 +102,9 @@ class Batch:
             yield slice(start, min(start + step, width))
 
     def tokens_in(self, queries: slice) -> int:
-        """Real tokens in some columns."""
-        return int(self.attention_mask[:, queries].sum())
+        """Real tokens in some columns; the encoder reads its own with the first."""
+        encoder = 0 if self.encoder is None or queries.start else self.encoder.tokens
+        return int(self.attention_mask[:, queries].sum()) + encoder
 
 
 @dataclass(frozen=True)
@@ -96,13 +112,15 @@ class TokenSet:
     """Samples of token ids, what they hash to, and what the user should know about them.
 
     ``chunk``: longer samples are run so many tokens at a time; None is whole. ``images``: what goes with each
-    sample, None with text alone; empty if all are text.
+    sample, None with text alone; empty if all are text. ``halves``: the first half of a sample, the smaller
+    one, is for an encoder, and the other for the decoder behind it.
     """
 
     samples: tuple[tuple[int, ...], ...]
     notices: tuple[str, ...] = field(default=())
     chunk: int | None = None
     images: tuple[ImageInputs | None, ...] = ()
+    halves: bool = False
 
     def __post_init__(self) -> None:
         if self.images and len(self.images) != len(self.samples):
@@ -111,6 +129,11 @@ class TokenSet:
     @property
     def tokens(self) -> int:
         return sum(len(s) for s in self.samples)
+
+    @property
+    def encoder_tokens(self) -> int:
+        """Those of them that an encoder reads."""
+        return sum(len(s) // 2 for s in self.samples) if self.halves else 0
 
     @property
     def with_images(self) -> int:
@@ -146,16 +169,19 @@ class TokenSet:
         """The batches of :meth:`groups`, padded with token 0."""
         seen = self._images()
         for group in self.groups(batch_size):
-            batch = _pad([self.samples[i] for i in group], padding_side, self.chunk)
-            yield replace(batch, images=seen[group[0]])
+            chosen = [self.samples[i] for i in group]
+            if self.halves:
+                yield _paired(chosen)
+            else:
+                yield replace(_pad(chosen, padding_side, self.chunk), images=seen[group[0]])
 
     def first(self, samples: int, tokens: int) -> TokenSet:
-        """The first samples, of which so many tokens.
+        """The first samples, of which so many tokens; of an encoder's and a decoder's half as many each.
 
         With images no sample is cut: those that are longer are passed over, but for the shortest if all are.
         """
         if not self.with_images:
-            few = tuple(sample[:tokens] for sample in self.samples[:samples])
+            few = tuple(self._cut(sample, tokens) for sample in self.samples[:samples])
             return replace(self, samples=few, notices=(), chunk=None)
         every = range(len(self.samples))
         chosen = [i for i in every if len(self.samples[i]) <= tokens][:samples]
@@ -175,6 +201,12 @@ class TokenSet:
 
     def _images(self) -> tuple[ImageInputs | None, ...]:
         return self.images or (None,) * len(self.samples)
+
+    def _cut(self, sample: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+        if not self.halves or len(sample) <= tokens:
+            return sample[:tokens]
+        half = len(sample) // 2
+        return sample[: tokens // 2] + sample[half : half + tokens // 2]
 
 
 def load(
@@ -307,3 +339,9 @@ def _pad(samples: list[tuple[int, ...]], side: Literal["left", "right"], chunk: 
     # Positions are given: models derive them from the tensor's shape and would shift a left-padded row.
     position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     return Batch(input_ids, attention_mask, position_ids, chunk)
+
+
+def _paired(samples: list[tuple[int, ...]]) -> Batch:
+    """Each sample's first half for the encoder; padded on the right, where positions are the model's own."""
+    encoder = _pad([sample[: len(sample) // 2] for sample in samples], "right", None)
+    return replace(_pad([sample[len(sample) // 2 :] for sample in samples], "right", None), encoder=encoder)

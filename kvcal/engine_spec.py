@@ -75,6 +75,7 @@ class EngineSpec:
             ``amax/2688`` block scales use all of E4M3, with ``amax/448`` a sixth of it.
         latent_formats: those in which it can store a cached latent and its rotary key, as one vector.
         loads_latent_scale: the one scale of that vector reaches its kernels; otherwise it is 1.0.
+        about_encoders: why it consumes nothing for an encoder-decoder; None if it does.
         about_latents: what it does with models that cache latents, where it has no format or no scale for
             them.
         notes: what else the engine ignores, or takes another way.
@@ -115,6 +116,7 @@ class EngineSpec:
     latent_formats: tuple[str, ...] = ()
     loads_latent_scale: bool = False
     about_latents: str = "is not known to quantize a cached latent"
+    about_encoders: str | None = "is not known to load scales for the two caches of an encoder-decoder"
     notes: tuple[str, ...] = ()
     answers_live: bool = False
     forgets_over_16_bits: bool = False
@@ -152,6 +154,8 @@ class EngineSpec:
         self, model: ModelSpec, fmt: KVFormat, granularity: Granularity | None, deliver: Deliver
     ) -> Verdict:
         """What becomes of a calibration; ``granularity`` is None where no static scales are written."""
+        if self._refuses_encoders(model):
+            return Verdict("refused", (self._about_encoders(model),), "--engine kernel --format fp8")
         ignored = self.ignores(model, fmt, deliver)
         refused = [r for r in self.refusals(model, fmt, granularity, deliver) if r not in ignored]
         if not refused and not ignored:
@@ -188,7 +192,7 @@ class EngineSpec:
 
     def ignores(self, model: ModelSpec, fmt: KVFormat, deliver: Deliver) -> list[str]:
         """Why static scales beside the weights would be loaded by nobody; empty if they would be."""
-        if deliver == "fold" or not self._has(fmt, model) or fmt.dynamic:
+        if deliver == "fold" or not self._has(fmt, model) or fmt.dynamic or self._refuses_encoders(model):
             return []
         why = self._reaches(model)
         if fmt.name in self.unread:
@@ -196,6 +200,12 @@ class EngineSpec:
         if why is None:
             return []
         return [why if fmt.block else f"{why}; --deliver fold reaches it"]
+
+    def _about_encoders(self, model: ModelSpec) -> str:
+        return f"{self.name} {self.version}, {model.model_type}: {self.about_encoders}"
+
+    def _refuses_encoders(self, model: ModelSpec) -> bool:
+        return model.encoder_decoder and self.about_encoders is not None
 
     def _reaches(self, model: ModelSpec) -> str | None:
         """Why its loader drops the scales of this model; None if it does not."""
@@ -218,6 +228,8 @@ class EngineSpec:
 
         ``granularity`` is None where no static scales are written.
         """
+        if self._refuses_encoders(model):
+            return [f"{self._about_encoders(model)}; use --engine kernel, which takes fp8"]
         reasons = self.ignores(model, fmt, deliver)
         known = fmt.name in self.cache_dtype
         if not known:

@@ -76,6 +76,9 @@ VLLM = EngineSpec(
     # quantization/compressed_tensors.py and fp8.py give scales to Attention alone, and MLAAttention is none;
     # kernels read one _k_scale for latent and rotary key (vllm#37054).
     latent_formats=("fp8_e4m3",),
+    # models/registry.py: Whisper is the only one; BART and mBART are named with the plugin that has them
+    about_encoders="has model files for one encoder-decoder, whisper, and serves bart by a plugin alone; no"
+    " loader is known that hands scales to cross-attention",
     about_latents="MLA attention has no parameter for a scale, and serves FP8 at scale 1.0 without a word",
     # platforms/interface.py, which also aligns them to the page that was asked for
     pages_hold_states=True,
@@ -217,6 +220,9 @@ TRANSFORMERS = EngineSpec(
     )
     | {"gpt_neox": "finds no k_proj, and leaves K and V as they are"},
     about_latents="fails with IndexError where no config group names the experts, which these models have",
+    # compressed-tensors 0.19, quantization/lifecycle/initialize.py; T5 has no k_proj to find attention by
+    about_encoders="fails with ValueError on a KV scheme where a config has no num_key_value_heads, and would"
+    " round K and V of the encoder too",
     notes=(
         "an emulation: K and V are rounded and stay in the model's dtype",
         "scales take the model's dtype: in BF16 only powers of two stay exact",
@@ -279,6 +285,7 @@ KERNEL = EngineSpec(
     scale_suffixes={"k": "k_scale", "v": "v_scale", "q": "q_scale"},
     latent_formats=("fp8_e4m3", "fp8_latent_bf16_rope"),
     loads_latent_scale=True,
+    about_encoders=None,
     notes=(
         "scales in a file whose layout is documented: alone by kvcal export, beside the model by calibrate",
     ),

@@ -276,18 +276,11 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-ENCODER_DECODER = (
-    "is an encoder-decoder: it has a cache of cross-attention too, and no engine that kvcal knows loads"
-    " scales for either"
-)
-
-
 # Families people will try, with the reason they are refused instead of being called merely unknown.
 REFUSED: dict[str, str] = {
     "mamba": "has no attention layer, hence no KV cache",
     "mamba2": "has no attention layer, hence no KV cache",
     "bert": "is an encoder and has no KV cache",
-    "t5": ENCODER_DECODER,
     "mllama": "keeps K and V of images in layers of cross-attention, which text alone does not reach",
 }
 

@@ -56,11 +56,18 @@ class QuantizedCacheLM(HFLM):  # type: ignore[misc]
             trust_remote_code: run code that the folder brings.
 
         Raises:
-            PlanRefused: no kernel rounds Q with this format.
+            PlanRefused: no kernel rounds Q with this format, or the model has an encoder.
         """
         folder = Path(pretrained)
         request = Request(pretrained, device=device, trust=Trust(remote_code=trust_remote_code))
         plan = opening.recorded_plan(folder)
+        if plan.model.encoder_decoder:
+            raise PlanRefused(
+                [
+                    f"{plan.model.model_type} is an encoder-decoder, and the harness is given decoders alone;"
+                    " kvcal evaluate measures KL on its decoder's tokens"
+                ]
+            )
         if round_query and not plan.format.rounds_query:
             raise PlanRefused([f"round_query: no kernel computes attention in {plan.format.name}"])
         model, cache, tokenizer = opening.reopen(folder, plan, request, Narrator())

@@ -23,6 +23,7 @@ from kvcal.recipe import Text
 from kvcal.sources import Source
 from kvcal.trial import Trial
 
+SPLIT = "encoder: first half of each sample; decoder: second half behind decoder_start_token_id"
 SAMPLES = "samples.json"  # SHA-256 of each sample that the statistics hold
 
 
@@ -99,7 +100,7 @@ def _text_record(found: TokenSet, wanted: Text) -> dict[str, Any]:
         "with_images": found.with_images,
         "tokens": found.tokens,
         "sha256": found.content_hash,
-    }
+    } | ({"encoder_tokens": found.encoder_tokens, "split": SPLIT} if found.halves else {})
 
 
 def versions() -> dict[str, str]:

@@ -13,6 +13,9 @@ def render(report: Report, plan: Plan, source_name: str) -> str:
     """The report as Markdown, for people and for a pull request."""
     cache, folds = report["fidelity"], report["folds"]
     per_token, names = report["bytes_per_token"], SIDE_NAMES[report["latent"]]
+    encoder = report["bytes_per_encoder_token"]
+    of = "" if encoder is None else " of the decoder"
+    also = "" if encoder is None else f"; {encoder['quantized']:,.0f} quantized per token of the encoder"
     lines = [
         f"# KV-cache calibration of {source_name}",
         "",
@@ -27,8 +30,9 @@ def render(report: Report, plan: Plan, source_name: str) -> str:
             for label, cells in fidelity_rows(report, folds and folds["before"])
         ),
         "",
-        f"{cache['tokens']:,} held-out tokens. {per_token['reference']:,.0f} bytes per token in 16 bits,"
-        f" {per_token['quantized']:,.0f} quantized ({report['bits_per_element']:.3f} bits per element).",
+        f"{cache['tokens']:,} held-out tokens. {per_token['reference']:,.0f} bytes per token{of} in 16 bits,"
+        f" {per_token['quantized']:,.0f} quantized ({report['bits_per_element']:.3f} bits per element)"
+        f"{also}.",
         "",
         *_folds_lines(folds),
         *_mixed_lines(report["mixed"]),

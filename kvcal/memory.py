@@ -156,7 +156,20 @@ def _comes_and_goes(model: Any) -> bool:
 
 
 def _decoder_layer(model: Any, layer: LayerSpec) -> torch.nn.Module:
-    found: torch.nn.Module = model.get_submodule(layer.module.rpartition(".")[0])
+    """The element of the outermost list of modules that the attention is in, else what is around it."""
+    parts = layer.module.split(".")
+    paths = [".".join(parts[:stop]) for stop in range(1, len(parts) + 1)]
+    lists = [i for i, p in enumerate(paths[:-1]) if isinstance(model.get_submodule(p), torch.nn.ModuleList)]
+    found: torch.nn.Module = model.get_submodule(paths[lists[0] + 1] if lists else paths[-2])
+    return found
+
+
+def _layers(model: Any, spec: ModelSpec) -> list[torch.nn.Module]:
+    """Decoder layers, and those of an encoder in front of them."""
+    found = [_decoder_layer(model, layer) for layer in spec.layers]
+    if spec.encoder_decoder:
+        lists = [m for m in model.get_encoder().children() if isinstance(m, torch.nn.ModuleList)]
+        found += [layer for each in lists for layer in each]
     return found
 
 
@@ -168,12 +181,15 @@ def _activations(model: Any, spec: ModelSpec, batch: Batch, item: int, runs: int
     rows, keys = batch.input_ids.shape
     queries = _queries(batch)
     chunked = queries < keys
+    if batch.encoder is not None:  # while the decoder runs, what the encoder gave is held
+        keys = max(keys, batch.encoder.input_ids.shape[1])
+        queries = keys
     heads = max(layer.heads for layer in spec.layers)
     width = max(layer.heads * layer.head_dim for layer in spec.layers)
     cached = [layer.cached_elements for layer in spec.layers]
     # Of the largest layer twice, since a cache grows by a copy.
     kept = max(cached) * 2 * runs + (0 if isinstance(model, Layerwise) else sum(cached) * runs)
-    eager = 2 * item + 8 if spec.softcap is not None else 0
+    eager = 2 * item + 8 if spec.softcap is not None or spec.position_bias else 0
     return (
         rows * queries * _through_weights(model, spec) * item
         + rows * queries * max(spec.hidden_size, width) * 4 * _COPIES
@@ -192,12 +208,8 @@ def _through_weights(model: Any, spec: ModelSpec) -> int:
     """Elements per token that go into and come out of the weights of one layer."""
     routed = max(getattr(model.config, name, None) or 1 for name in ("num_experts_per_tok", "top_k"))
     return max(
-        sum(
-            sum(p.shape[-2:]) * (routed if p.ndim == 3 else 1)
-            for p in _decoder_layer(model, layer).parameters()
-            if p.ndim > 1
-        )
-        for layer in spec.layers
+        sum(sum(p.shape[-2:]) * (routed if p.ndim == 3 else 1) for p in layer.parameters() if p.ndim > 1)
+        for layer in _layers(model, spec)
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvcal import data, mixed, models, placement, plan, scales, sources
+from kvcal import data, halves, mixed, models, placement, plan, scales, sources
 from kvcal import recipe as recipes
 from kvcal.cache import QuantizedCache
 from kvcal.errors import ModelError, PlanRefused, UsageError
@@ -51,6 +51,9 @@ class Request:
 
 def load(folder: Path, resolved: Plan | Trial, where: Placement, request: Request, narrator: Narrator) -> Any:
     """The model with its weights; says so where it computes in another dtype than the checkpoint's."""
+    refused = placement.about_encoders(where) if resolved.model.encoder_decoder else []
+    if refused:
+        raise PlanRefused(refused)
     models.require_as_announced(folder, resolved.model, request.trust)
     model = placement.load(folder, resolved.model, where, request.trust)
     computes = str(model.dtype).removeprefix("torch.")
@@ -72,6 +75,7 @@ def require_placeable(resolved: Plan, where: Placement) -> None:
         folds=resolved.folds,
         weights=resolved.recipe.weights is not None,
         shares_caches=resolved.model.shares_caches,
+        encoder_decoder=resolved.model.encoder_decoder,
     )
     if reasons:
         raise PlanRefused(reasons)
@@ -106,7 +110,7 @@ def calibration_text(
         PlanRefused: weights are to be quantized on rows with images.
     """
     wanted = resolved.recipe.calibration
-    found = data.load(wanted, tokenizer, "calibration", resolved.seq_len, wanted.seed, processor)
+    found = _text(resolved, wanted, tokenizer, processor, "calibration", wanted.seed)
     if found.with_images and resolved.recipe.weights is not None:
         raise PlanRefused(
             [
@@ -122,8 +126,23 @@ def held_out_text(
 ) -> data.TokenSet:
     """Text that judges them."""
     wanted = resolved.recipe.evaluation
-    found = data.load(wanted, tokenizer, "evaluation", resolved.evaluation_seq_len, 0, processor)
+    found = _text(resolved, wanted, tokenizer, processor, "evaluation", 0)
     return _usable(found, resolved, narrator)
+
+
+def _text(
+    resolved: Plan | Trial,
+    wanted: recipes.Text,
+    tokenizer: Any,
+    processor: Callable[[], Any],
+    role: data.Role,
+    seed: int,
+) -> data.TokenSet:
+    seq_len = resolved.seq_len if role == "calibration" else resolved.evaluation_seq_len
+    start = resolved.model.decoder_start
+    if start is None:
+        return data.load(wanted, tokenizer, role, seq_len, seed, processor)
+    return halves.load(wanted, tokenizer, role, seq_len, seed, start)
 
 
 def _usable(found: data.TokenSet, resolved: Plan | Trial, narrator: Narrator) -> data.TokenSet:

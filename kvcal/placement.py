@@ -69,7 +69,24 @@ def load(folder: Path, spec: ModelSpec, placement: Placement, trust: Trust) -> A
     return _spread(folder, spec, placement, trust)
 
 
-def refusals(placement: Placement, *, folds: bool, weights: bool, shares_caches: bool = False) -> list[str]:
+def about_encoders(placement: Placement) -> list[str]:
+    """Why a model with an encoder cannot be placed so; empty if it can."""
+    if placement.device_map != "layerwise":
+        return []
+    return [
+        "--device-map layerwise: it streams the layers of one decoder, and this model has an encoder too; use"
+        " --device-map one or auto"
+    ]
+
+
+def refusals(
+    placement: Placement,
+    *,
+    folds: bool,
+    weights: bool,
+    shares_caches: bool = False,
+    encoder_decoder: bool = False,
+) -> list[str]:
     """Why a job cannot be done so; empty if it can.
 
     Args:
@@ -77,10 +94,11 @@ def refusals(placement: Placement, *, folds: bool, weights: bool, shares_caches:
         folds: transforms are chosen and folded.
         weights: weights are quantized too.
         shares_caches: layers of the model read what earlier ones have cached.
+        encoder_decoder: the model has an encoder.
     """
     if placement.device_map == "one":
         return []
-    found = []
+    found = about_encoders(placement) if encoder_decoder else []
     if shares_caches and placement.device_map == "layerwise":
         found.append(
             "--device-map layerwise: layers of this model read K and V of earlier ones, which are gone then;"

@@ -58,8 +58,16 @@ class Plan:
     @property
     def bytes_per_token_quantized(self) -> float:
         """The same in the planned format but for skipped layers. Static scales belong to no token."""
-        bits = bits_over(self.layers, self.format, self.skipped_layers)
+        bits = bits_over(self.model.layers_grown_by(encoder=False), self.format, self.skipped_layers)
         return self.model.cached_elements_per_token * bits / 8
+
+    @property
+    def bytes_per_encoder_token(self) -> tuple[float, float]:
+        """Bytes that one token of the encoder adds to the caches of cross-attention, 16 bits and planned."""
+        layers = self.model.layers_grown_by(encoder=True)
+        elements = self.model.cached_elements_per_encoder_token
+        bits = bits_over(layers, self.format, self.skipped_layers) if layers else 0.0
+        return elements * REFERENCE_BITS / 8, elements * bits / 8
 
     @property
     def scale_bytes(self) -> int:
@@ -163,6 +171,8 @@ def resolve(recipe: Recipe, model: ModelSpec) -> Plan:
     reasons += _about_transforms(recipe, model, engine, deliver)
     if recipe.mixed is not None:
         reasons += _about_mixed(recipe.mixed, model, engine, fmt)
+    if model.encoder_decoder:
+        reasons += _about_encoders(recipe, model, fmt, static=static)
     if model.max_context < MIN_TOKENS:
         reasons.append(
             f"the model's context of {model.max_context} tokens is shorter than the {MIN_TOKENS} of a sample;"
@@ -210,19 +220,50 @@ def verdicts(recipe: Recipe, model: ModelSpec) -> list[EngineVerdict]:
     return found
 
 
+def _about_encoders(recipe: Recipe, model: ModelSpec, fmt: KVFormat, *, static: bool) -> list[str]:
+    """What kvcal does for decoders alone."""
+    reasons = []
+    if static and recipe.scale.objective != "amax":
+        reasons.append(
+            f"scale.objective {recipe.scale.objective} is not measured behind an encoder; use amax"
+        )
+    if recipe.weights is not None:
+        reasons.append(
+            f"weights: {model.model_type} is an encoder-decoder, and llm-compressor is run on decoders alone;"
+            " leave weights out"
+        )
+    lengths, _ = sample_lengths(recipe, model)
+    for name, text in (("calibration", recipe.calibration), ("evaluation", recipe.evaluation)):
+        half = (lengths[name] + 1) // 2
+        if half > text.chunk:
+            reasons.append(
+                f"{name}.chunk {text.chunk}: an encoder-decoder reads its samples whole, {half} tokens in a"
+                f" half; give a chunk of {half} or more, or a --seq-len of {2 * text.chunk} or less"
+            )
+    return reasons
+
+
 def sample_lengths(recipe: Recipe, model: ModelSpec) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Tokens per sample for ``calibration`` and ``evaluation``, and what the user should know about them."""
+    """Tokens per sample for ``calibration`` and ``evaluation``, and what the user should know about them.
+
+    Behind an encoder a sample is two halves, each as long as the model takes.
+    """
     notices: list[str] = []
     lengths = {}
+    longest, what = model.max_context, "the model's context"
+    if model.encoder_decoder:
+        longest, what = 2 * model.max_context, "the contexts of encoder and decoder"
+        notices.append(
+            "each sample is cut in two: the encoder reads the first half, the decoder is given the second"
+            f" behind token {model.decoder_start}"
+        )
     for name, wanted in (
         ("calibration", recipe.calibration.seq_len),
         ("evaluation", recipe.evaluation.seq_len),
     ):
-        lengths[name] = min(wanted, model.max_context)
-        if wanted > model.max_context:
-            notices.append(
-                f"{name}: samples are cut from {wanted} to {model.max_context} tokens, the model's context"
-            )
+        lengths[name] = min(wanted, longest)
+        if wanted > longest:
+            notices.append(f"{name}: samples are cut from {wanted} to {longest} tokens, {what}")
     return lengths, tuple(notices)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcal import arch, families, plan, sources
 from kvcal.arch import ModelSpec
-from kvcal.errors import UsageError
+from kvcal.errors import PlanRefused, UsageError
 from kvcal.planner import known_shapes, served_model
 from kvcal.planner.served_model import ServedModel
 from kvcal.progress import Narrator
@@ -32,6 +32,23 @@ def resolve(
     for notice in resolved.notices:
         narrator.notice(notice)
     return resolved, source
+
+
+def refuse_encoder(model: str, revision: str | None, narrator: Narrator) -> None:
+    """Refuse a model with an encoder before an engine is asked, which not every benchmark lets choose.
+
+    Raises:
+        PlanRefused: it has one.
+    """
+    source = sources.locate(model, revision, weights=False, say=narrator.say)
+    found = spec(source.config())
+    if found.encoder_decoder:
+        raise PlanRefused(
+            [
+                f"{found.model_type} is an encoder-decoder, and benchmarks run decoders alone;"
+                " kvcal calibrate --engine kernel measures it"
+            ]
+        )
 
 
 def verdicts(

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kvcal import arch, capture, families, model_config
+from kvcal import arch, capture, encoder_decoder, families, model_config
 from kvcal.arch import LayerSpec, ModelSpec
 from kvcal.errors import KvcalError, ModelError, in_one_line
 from kvcal.families import Projections
@@ -40,12 +40,14 @@ class Seen:
         softcap: bound of its logits.
         sinks: whether logits of no key are in its softmax.
         key_bias: whether it has a ``k_proj`` with a bias.
+        position_bias: whether a bias by distance is added to its logits.
     """
 
     layer: LayerSpec
     softcap: float | None
     sinks: bool
     key_bias: bool
+    position_bias: bool
 
 
 def read(config: Mapping[str, Any]) -> ModelSpec:
@@ -63,6 +65,9 @@ def read(config: Mapping[str, Any]) -> ModelSpec:
     seen = observe(parsed)
     # Asked by their common names, which a class may map to its own.
     common = {name: getattr(text, name, None) for name in _SIZES}
+    behind_encoder = encoder_decoder.applies(parsed)
+    if behind_encoder:
+        common["max_position_embeddings"] = encoder_decoder.context(text)
     sizes = {name: model_config.positive_int(common, name) for name in _SIZES}
     windows = {found.layer.window for found in seen} - {None}
     softcaps = {found.softcap for found in seen}
@@ -86,7 +91,9 @@ def read(config: Mapping[str, Any]) -> ModelSpec:
         key_bias=any(found.key_bias for found in seen),
         layers=tuple(found.layer for found in seen),
         sinks=any(found.sinks for found in seen),
-        layers_without_attention=max(0, text.num_hidden_layers - len(seen)),
+        layers_without_attention=0 if behind_encoder else max(0, text.num_hidden_layers - len(seen)),
+        decoder_start=encoder_decoder.decoder_start(parsed) if behind_encoder else None,
+        position_bias=any(found.position_bias for found in seen),
     )
 
 
@@ -135,7 +142,7 @@ def build(config: Any, *, trust_remote_code: bool = False) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     for section in _sections(config):
-        _without_content(section)
+        _without_content(section, keep_padding=encoder_decoder.applies(config))
     refusal = _no_decoder(config)
     if refusal:
         raise families.unhandled(config.model_type, refusal)
@@ -153,9 +160,11 @@ def build(config: Any, *, trust_remote_code: bool = False) -> Any:
 
 def auto_class(config: Any) -> Any:
     """The class of transformers that makes a model with text at its end of this config."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as OF_IMAGES
 
+    if encoder_decoder.applies(config):
+        return AutoModelForSeq2SeqLM
     remote = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     several = config.get_text_config(decoder=True) is not config
     if several and not remote and type(config) in OF_IMAGES:
@@ -186,10 +195,11 @@ def _sections(config: Any) -> list[Any]:
     return [config, *(inner for name in config.sub_configs if (inner := getattr(config, name, None)))]
 
 
-def _without_content(config: Any) -> None:
-    """Leave out what makes code look into tensors."""
-    with contextlib.suppress(Exception):  # configs that insist on a token have no such look at it
-        config.pad_token_id = None  # is the text padded?
+def _without_content(config: Any, *, keep_padding: bool) -> None:
+    """Leave out what makes code look into tensors; some encoders count positions from padding, blindly."""
+    if not keep_padding:
+        with contextlib.suppress(Exception):  # configs that insist on a token have no such look at it
+            config.pad_token_id = None  # is the text padded?
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict):
         for section in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
@@ -203,8 +213,8 @@ def _no_decoder(config: Any) -> str | None:
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     )
 
-    if getattr(config, "is_encoder_decoder", False):
-        return families.ENCODER_DECODER
+    if encoder_decoder.applies(config):
+        return encoder_decoder.refusal(config)
     mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     if not getattr(config, "auto_map", None) and not any(type(config) in mapping for mapping in mappings):
         return "is no decoder of text, so it has no KV cache"
@@ -222,10 +232,12 @@ def _run(model: Any, model_type: str) -> list[Seen]:
         if call.rotary is not None:
             rotations[call.layer] = call.rotary[0].shape[-1]
 
-    tokens = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+    inputs = {"input_ids": torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")}
+    if encoder_decoder.applies(model.config):
+        inputs = encoder_decoder.probe_inputs()
     try:
         with capture.intercept(model, see, rotary=True):
-            model.base_model(input_ids=tokens, use_cache=True)
+            model.base_model(**inputs, use_cache=True)
     except KvcalError:
         raise
     except Exception as error:  # whatever modeling code raises
@@ -268,9 +280,10 @@ def _seen(
         shares=shares,
         stored=None if stored == name else stored,
         own_tensors=tuple(sorted(n for n, _ in module.named_parameters(recurse=False))),
+        cross=call.cross,
     )
     bias = getattr(getattr(module, "k_proj", None), "bias", None)
-    return Seen(layer, call.softcap, call.sinks is not None, bias is not None)
+    return Seen(layer, call.softcap, call.sinks is not None, bias is not None, call.bias is not None)
 
 
 def _oddities(calls: Sequence[capture.AttentionCall], model: Any) -> Iterator[str]:
@@ -280,6 +293,7 @@ def _oddities(calls: Sequence[capture.AttentionCall], model: Any) -> Iterator[st
             "computes attention by code of its own, neither through transformers' interface nor by"
             " scaled_dot_product_attention, so kvcal cannot see K and V"
         )
+    yield from encoder_decoder.oddities(calls, model.config)
     layers = [call.layer for call in calls]
     if not all(isinstance(layer, int) for layer in layers):
         yield "has attention that knows no layer index"
@@ -297,9 +311,9 @@ def _oddities(calls: Sequence[capture.AttentionCall], model: Any) -> Iterator[st
         if call.key.shape[3] != call.value.shape[3]:
             sizes = f"{call.key.shape[3]} and {call.value.shape[3]}"
             yield f"has heads of K and V of different size ({sizes}), which no format here describes"
-        if not getattr(call.module, "is_causal", True):
+        if not getattr(call.module, "is_causal", True) and not call.cross:
             yield "attends to later tokens too"
-        if call.key.shape[2] != call.query.shape[2]:
+        if call.key.shape[2] != call.query.shape[2] and not call.cross:
             yield f"attends to {call.key.shape[2]} keys for {call.query.shape[2]} tokens"
 
 

@@ -117,6 +117,7 @@ def plan_document(plan: Plan, source_name: str) -> Report:
         "architecture": plan.model.architecture,
         "layers": len(plan.layers),
         "sliding_layers": sum(layer.kind == "sliding" for layer in plan.layers),
+        "cross_attention_layers": [layer.index for layer in plan.layers if layer.cross],
         "layers_with_own_cache": sum(layer.shares is None for layer in plan.layers),
         "layers_without_attention": plan.model.layers_without_attention,
         "heads": _one_or_all(layer.heads for layer in plan.layers),
@@ -151,10 +152,15 @@ def _size(plan: Plan) -> Report:
             "reference": plan.bytes_per_token_reference,
             "quantized": plan.bytes_per_token_quantized,
         },
-        "bytes_at_full_context": dict(
-            zip(("reference", "quantized"), plan.bytes_at_full_context, strict=True)
-        ),
+        "bytes_per_encoder_token": _bytes(plan.bytes_per_encoder_token)
+        if plan.model.encoder_decoder
+        else None,
+        "bytes_at_full_context": _bytes(plan.bytes_at_full_context),
     }
+
+
+def _bytes(found: tuple[float, float]) -> dict[str, float]:
+    return dict(zip(("reference", "quantized"), found, strict=True))
 
 
 def _engine(plan: Plan, broken: list[str]) -> Report:
@@ -169,11 +175,12 @@ def _engine(plan: Plan, broken: list[str]) -> Report:
 
 
 def print_plan(console: Console, document: Report) -> None:
-    engine, per_token = document["engine"], document["bytes_per_token"]
-    ratio = per_token["reference"] / per_token["quantized"]
+    engine, encoder = document["engine"], document["bytes_per_encoder_token"]
     at_full_context = document["bytes_at_full_context"]
     layers, own = document["layers"], document["layers_with_own_cache"]
     notes = [f"{document['sliding_layers']} of them sliding"] * bool(document["sliding_layers"])
+    if document["cross_attention_layers"]:
+        notes.append(f"{len(document['cross_attention_layers'])} of them cross-attention")
     if own < layers:
         notes.append(f"{layers - own} read the cache of another")
     if document["layers_without_attention"]:
@@ -190,14 +197,15 @@ def print_plan(console: Console, document: Report) -> None:
     table.add_row("format", f"{document['format']}, {document['scaling']}")
     table.add_row("delivered by", DELIVERED[document["deliver"]])
     table.add_row(
-        "per token",
-        f"{per_token['reference']:,.0f} bytes in 16 bits, {per_token['quantized']:,.0f} quantized"
-        f" ({ratio:.2f}x less)",
+        "per token" if encoder is None else "per decoder token", _saved(document["bytes_per_token"])
     )
+    if encoder is not None:
+        table.add_row("per encoder token", _saved(encoder))
     table.add_row(
         "per sequence",
         f"{at_full_context['reference'] / 2**20:,.1f} MiB in 16 bits,"
-        f" {at_full_context['quantized'] / 2**20:,.1f} MiB quantized, at {document['max_context']:,} tokens",
+        f" {at_full_context['quantized'] / 2**20:,.1f} MiB quantized, at {document['max_context']:,} tokens"
+        + ("" if encoder is None else " each of encoder and decoder"),
     )
     if document["mixed"] is not None:
         table.add_row("16-bit layers", _limit(document["mixed"]))
@@ -206,6 +214,13 @@ def print_plan(console: Console, document: Report) -> None:
         exact = [name for name, why_not in document["folds"].items() if why_not is None]
         table.add_row("exact folds", ", ".join(exact))
     console.print(table, highlight=False)
+
+
+def _saved(size: Mapping[str, float]) -> str:
+    ratio = size["reference"] / size["quantized"]
+    return (
+        f"{size['reference']:,.0f} bytes in 16 bits, {size['quantized']:,.0f} quantized ({ratio:.2f}x less)"
+    )
 
 
 def any_of(value: int | list[int]) -> str:

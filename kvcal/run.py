@@ -370,6 +370,7 @@ def _open(
     """``latents``: the benchmark can do with models that cache them."""
     opening.quiet_libraries()
     where = request.placement
+    preflight.refuse_encoder(request.model, request.revision, narrator)
     resolved, _ = preflight.resolve(request.model, request.revision, recipe, narrator)
     if resolved.model.latent is not None and not latents:
         raise PlanRefused(

@@ -185,12 +185,18 @@ def _result(runs: Sequence[Run], destination: Path) -> Merged:
         folder=str(destination),
         runs=[str(run.folder) for run in runs],
         samples=sum(len(run.samples) for run in runs),
-        tokens=sum(int(next(iter(run.statistics.layers.values()))["k"].tokens) for run in runs),
+        tokens=sum(_tokens(run) for run in runs),
         granularity=resolved.granularity.name,
         notices=notices,
         before=targets.before_serving(str(destination), resolved),
         serve=targets.serve_command(str(destination), resolved),
     )
+
+
+def _tokens(run: Run) -> int:
+    """Tokens that statistics are of: each one's K is in one layer of every kind."""
+    kinds = {layer.cross: layer.index for layer in run.plan.layers}
+    return sum(int(run.statistics.layers[index]["k"].tokens) for index in kinds.values())
 
 
 def _parts(run: Run) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ def run_suite(
         narrator: hears of progress.
 
     Raises:
-        PlanRefused: no kernel rounds Q with this format.
+        PlanRefused: no kernel rounds Q with this format, or the model has an encoder.
         UsageError: the model is read layer by layer.
     """
     if request.placement.device_map == "layerwise":
@@ -46,6 +46,13 @@ def run_suite(
             " one or auto"
         )
     resolved = opening.recorded_plan(folder, changes)
+    if resolved.model.encoder_decoder:
+        raise PlanRefused(
+            [
+                f"{resolved.model.model_type} is an encoder-decoder, and --suite lets decoders continue text;"
+                " kvcal evaluate without it measures KL on the decoder's tokens"
+            ]
+        )
     if round_query and not resolved.format.rounds_query:
         raise PlanRefused([f"--round-query: no kernel computes attention in {resolved.format.name}"])
     chosen = suite.resolve(context=resolved.model.max_context, **wanted)

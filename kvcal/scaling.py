@@ -74,6 +74,7 @@ def run_bench_scaling(
     """
     if len(set(processes)) < max(1, len(processes)) or min(processes) < 1:
         raise UsageError("--processes takes different numbers above zero, such as 1,2")
+    preflight.refuse_encoder(request.model, request.revision, narrator)
     preflight.resolve(request.model, request.revision, recipe, narrator)
     sources.locate(request.model, request.revision, weights=True, say=narrator.say)  # once, not by each rank
     if models.device_named(request.device).type == "cuda" and max(processes) > torch.cuda.device_count():

@@ -76,6 +76,13 @@ def resolve(
     Raises:
         PlanRefused: with every reason found.
     """
+    if model.encoder_decoder:
+        raise PlanRefused(
+            [
+                f"{model.model_type} is an encoder-decoder, and schemes are compared for decoders alone;"
+                " kvcal calibrate --engine kernel measures fp8 for it"
+            ]
+        )
     if model.latent is not None:
         raise PlanRefused(
             [

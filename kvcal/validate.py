@@ -122,7 +122,7 @@ def _squared_errors(
     outputs = [output]
     if cache.format.rounds_query:
         outputs.append(exact if call.layer in cache.skipped else _in_fp8(call, cache, backend))
-    signal, noise = (_logit_energy(q, keys, call.window) for keys in (k, k_hat - k))
+    signal, noise = (_logit_energy(q, keys, call) for keys in (k, k_hat - k))
     return [
         exact.double().square().sum((0, 2, 3)),
         signal,
@@ -137,7 +137,8 @@ def _in_fp8(call: capture.AttentionCall, cache: QuantizedCache, backend: dispatc
     if call.expansion is not None:
         return _absorbed_in_fp8(call, cache)
     of, fmt = cache.scales.layers[call.layer], cache.format
-    return backend.quantized_attention(
+    attend = backend.quantized_attention if call.plain else reference.quantized_attention
+    return attend(
         call.query,
         backend.quantize(call.key, of["k"], fmt),
         backend.quantize(call.value, of["v"], fmt),
@@ -169,14 +170,17 @@ def _absorbed_in_fp8(call: capture.AttentionCall, cache: QuantizedCache) -> torc
     return call.expansion.values(over_latents)
 
 
-def _logit_energy(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
+def _logit_energy(q: torch.Tensor, k: torch.Tensor, call: capture.AttentionCall) -> torch.Tensor:
     """Energy per query head of the visible products of Q and K, or of Q and K's error."""
     batch, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, queries, head_dim)
     logits = torch.matmul(grouped, k.unsqueeze(2).transpose(-1, -2))
-    visible = reference.visible(queries, keys, window, q.device)
-    return logits.square().masked_fill(~visible, 0.0).double().sum((0, 3, 4)).flatten()
+    squares = logits.square()
+    if not call.cross:
+        visible = reference.visible(queries, keys, call.window, q.device)
+        squares = squares.masked_fill(~visible, 0.0)
+    return squares.double().sum((0, 3, 4)).flatten()
 
 
 def _layer_error(sums: list[torch.Tensor]) -> LayerError:

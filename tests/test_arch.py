@@ -353,7 +353,6 @@ def test_sparse_config_means_what_transformers_takes_it_for(fields: dict[str, An
     ("model_type", "why"),
     [
         ("mamba", "has no attention layer"),
-        ("t5", "is an encoder-decoder"),
         ("mllama", "keeps K and V of images"),
         ("perceptron", "is not a family kvcal knows; it knows .*llama"),
     ],

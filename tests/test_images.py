@@ -450,7 +450,7 @@ def test_quantizing_weights_on_images_is_refused(seeing: Path, tmp_path: Path) -
         {"weights": {"scheme": "W4A16"}, "calibration": {"dataset": str(tmp_path / "chats.jsonl")}}, "t"
     )
     pictures.chats(tmp_path / "chats.jsonl")
-    resolved = SimpleNamespace(recipe=wanted, seq_len=64)
+    resolved = SimpleNamespace(recipe=wanted, seq_len=64, model=SimpleNamespace(decoder_start=None))
     processor = opening.processor_of(seeing, Request(str(seeing)))
     with pytest.raises(PlanRefused, match="llm-compressor is given text alone"):
         opening.calibration_text(resolved, pictures.build_processor().tokenizer, processor, Narrator.silent())  # type: ignore[arg-type]

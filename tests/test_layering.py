@@ -64,6 +64,8 @@ RANKS: dict[str, float] = {
     "online": 5.6,
     "statistics": 6,
     "expansion": 5.9,
+    "encoder_decoder": 5.9,
+    "halves": 6.5,
     "capture": 6,
     "rotary": 6,
     "data": 6,

@@ -155,6 +155,7 @@ def test_family_of_the_table_is_read_from_the_table() -> None:
     assert probe.read(tiny.fields("llama") | NAMED | {"model_type": "llama"}) == table_spec("llama")
 
 
+_STARTS = {"decoder_start_token_id": 0, "pad_token_id": 1}
 _SMALL = {k: v for k, v in tiny.fields("llama").items() if k not in ("head_dim", "num_key_value_heads")}
 
 
@@ -165,8 +166,12 @@ _SMALL = {k: v for k, v in tiny.fields("llama").items() if k not in ("head_dim",
         ("codegen", {}, "'codegen' computes attention by code of its own"),
         ("llama4_text", {"head_dim": 16, "num_key_value_heads": 2}, "'llama4_text' attends in chunks"),
         ("diffllama", {}, "'diffllama' attends more than once in layer 0"),
-        ("bart", {}, "'bart' is an encoder-decoder"),
-        ("whisper", {}, "'whisper' is an encoder-decoder"),
+        ("whisper", {}, "'whisper' is an encoder-decoder whose encoder reads no text"),
+        ("fsmt", _STARTS, "'fsmt' computes attention by code of its own"),
+        ("prophetnet", _STARTS, "'prophetnet' computes attention by code of its own"),
+        ("led", _STARTS, "'led' cannot be run without weights"),
+        ("umt5", _STARTS, "'umt5' is an encoder-decoder whose decoder layer 0 has two attentions"),
+        ("bart", {"decoder_start_token_id": None}, "names no decoder_start_token_id"),
         ("clip", {}, "'clip' is no decoder of text"),
         ("nonsense", {}, "'nonsense' is not a family that transformers has a class for"),
     ],
@@ -176,7 +181,7 @@ def test_what_cannot_be_captured_is_refused_by_name(
 ) -> None:
     config = _SMALL | fields
     if model_type in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[model_type](**(config if "llama" in model_type else {})).to_dict()
+        config = CONFIG_MAPPING[model_type](**(config if "llama" in model_type else {})).to_dict() | fields
     with pytest.raises(PlanRefused, match=message):
         probe.read(config | NAMED | {"model_type": model_type})
 

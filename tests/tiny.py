@@ -189,14 +189,56 @@ WITHOUT_ROW: dict[str, dict[str, Any]] = {
     },
 }
 
+# Encoder and decoder differ in all that may differ, so that neither passes for the other.
+_BART = {
+    "vocab_size": 263,
+    "d_model": 96,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 6,
+    "encoder_ffn_dim": 80,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 64,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+    "decoder_start_token_id": 259,
+    "forced_eos_token_id": None,
+}
+_T5 = {
+    "vocab_size": 263,
+    "d_model": 96,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 6,
+    "d_kv": 16,
+    "d_ff": 64,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "pad_token_id": 258,
+    "eos_token_id": 257,
+    "decoder_start_token_id": 259,
+}
+ENCODER_DECODERS: dict[str, dict[str, Any]] = {
+    "bart": _BART,
+    "mbart": _BART,
+    "marian": _BART | {"decoder_vocab_size": 263},
+    "pegasus": _BART,
+    # Its positions are counted from padding.
+    "m2m_100": _BART | {"pad_token_id": 1},
+    "t5": _T5 | {"n_positions": 64},
+    "mt5": _T5 | {"feed_forward_proj": "gated-gelu"},
+}
+
 # Fields that the family's config does not have; some computes them, and cannot be told.
 _NO_SUCH_FIELD = dict.fromkeys(("gpt2", "opt", "falcon"), ("head_dim", "num_key_value_heads"))
 
 
 def fields(family: str, **changes: Any) -> dict[str, Any]:
     """What the ``config.json`` of a tiny model says, as somebody would write it by hand."""
-    if family in WITHOUT_ROW:
-        return WITHOUT_ROW[family] | changes
+    if family in WITHOUT_ROW | ENCODER_DECODERS:
+        return (WITHOUT_ROW | ENCODER_DECODERS)[family] | changes
     found = _COMMON | (FAMILIES | LATENT_FAMILIES)[family] | changes
     return {key: value for key, value in found.items() if key not in _NO_SUCH_FIELD.get(family, ())}
 
@@ -264,8 +306,11 @@ def in_modelopt_fp8(folder: Path, *, inline: bool) -> Path:
     return folder
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, BOS before every text, and a chat template."""
+def build_tokenizer(*, closes: bool = False) -> PreTrainedTokenizerFast:
+    """One token per byte, BOS before every text, and a chat template.
+
+    ``closes``: EOS behind every text too, as encoders of text have it.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -273,7 +318,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+        single="<s> $A </s>" if closes else "<s> $A",
+        special_tokens=[(symbol, tokenizer.token_to_id(symbol)) for symbol in ("<s>", "</s>")],
     )
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     wrapped.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -296,7 +342,7 @@ def save(folder: Path, family: str = "llama", *, dtype: str = "bfloat16", **chan
     """A complete checkpoint folder."""
     model = build_model(family, **changes).to(getattr(torch, dtype))
     model.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    build_tokenizer(closes=family in ENCODER_DECODERS).save_pretrained(folder)
     return folder
 
 

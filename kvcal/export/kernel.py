@@ -16,6 +16,9 @@ Of a layer that caches a latent and a rotary key (MLA), as one vector that is K 
 ``layers.i.q_scale``      (heads,) of Q with the up-projection absorbed; none where no kernel rounds it
 ========================= ======== ================================================================
 
+Of a model with an encoder, layer ``2 i`` is the self-attention of decoder layer ``i`` and ``2 i + 1`` its
+cross-attention, whose K and V are of the encoder's tokens; the layout calls it ``cross``.
+
 Of an NVFP4 cache they are the outer scales, ``amax / 2688``: ``k ≈ code * block_scale * scale``, and block
 scales are the kernel's own. A scale per tensor is written once for every head. ``kvcal-kernel.json`` says how
 many heads each layer has, or how large its latent is, and how two libraries take the vectors. There are no
@@ -82,6 +85,8 @@ def _document(layer: LayerSpec, plan: Plan) -> dict[str, Any]:
             "rotary": layer.latent.rotary,
             "rounds_query": "q" in plan.scaled_sides,
         }
+    if plan.model.encoder_decoder:
+        sizes |= {"cross": layer.cross}
     return {"module": layer.in_checkpoint, "heads": layer.heads} | sizes
 
 

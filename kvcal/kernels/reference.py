@@ -112,15 +112,18 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    causal: bool = True,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention in the dtype of ``q``, without any quantization.
+    """Attention in the dtype of ``q``, without any quantization.
 
     ``window`` keys are visible to a query, its own included; ``softcap`` bounds logits by
     ``softcap * tanh(logits / softcap)``. ``sinks`` ``(heads,)`` are logits beside those of the keys that lead
-    to no value, so that what a query gives to keys sums up to less than 1.
+    to no value, so that what a query gives to keys sums up to less than 1. Without ``causal`` every query
+    sees every key, wherever it stands. ``bias`` ``(1 or batch, heads, queries, keys)`` is added to logits.
     """
-    seen = visible(q.shape[2], k.shape[2], window, q.device)
-    weights, total = _weights(q, k, scaling, seen, softcap, sinks)
+    seen = _seen(q, k, window, causal)
+    weights, total = _weights(q, k, scaling, seen, softcap, sinks, bias)
     return _weighted_values(weights, v) / total
 
 
@@ -161,8 +164,10 @@ def quantized_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     quantize_probabilities: bool = False,
+    causal: bool = True,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention over a quantized cache, accumulated in float32.
+    """Attention over a quantized cache, accumulated in float32.
 
     Args:
         q: 16-bit or float32 queries; rounded to ``fmt`` first when ``q_scale`` is given.
@@ -178,13 +183,15 @@ def quantized_attention(
         sinks: logits of no key, ``(heads,)``.
         quantize_probabilities: round ``256 * exp(s - max)`` to ``fmt`` before it meets V, as
             FlashAttention-3 does; the denominator keeps full precision.
+        causal: as of :func:`attention`.
+        bias: likewise.
 
     Returns:
         ``(batch, heads, queries, head_dim)`` in float32.
     """
     queries = q.float() if q_scale is None else dequantize(quantize(q, q_scale, fmt), q_scale)
-    seen = visible(q.shape[2], k.shape[2], window, q.device)
-    weights, total = _weights(queries, dequantize(k, k_scale), scaling, seen, softcap, sinks)
+    seen = _seen(q, k, window, causal)
+    weights, total = _weights(queries, dequantize(k, k_scale), scaling, seen, softcap, sinks, bias)
     if quantize_probabilities:
         lifted = (weights * PROBABILITY_LIFT).to(getattr(torch, fmt.storage_dtype))
         weights = lifted.float() / PROBABILITY_LIFT
@@ -199,6 +206,12 @@ def visible(queries: int, keys: int, window: int | None, device: torch.device) -
     return causal if window is None else causal & (key > position - window)
 
 
+def _seen(q: torch.Tensor, k: torch.Tensor, window: int | None, causal: bool) -> torch.Tensor:
+    if not causal:
+        return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    return visible(q.shape[2], k.shape[2], window, q.device)
+
+
 def _over_heads(scale: torch.Tensor) -> torch.Tensor:
     return scale.float().reshape(-1, 1, 1)
 
@@ -210,6 +223,7 @@ def _weights(
     seen: torch.Tensor,
     softcap: float | None,
     sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``exp(s - max)`` as ``(batch, kv_heads, group, queries, keys)`` and its sum over keys and the sink."""
     batch, heads, queries, head_dim = q.shape
@@ -218,6 +232,8 @@ def _weights(
     logits = torch.matmul(grouped, k.unsqueeze(2).transpose(-1, -2)) * scaling
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    if bias is not None:
+        logits = logits + bias.to(logits).reshape(len(bias), kv_heads, -1, *bias.shape[2:])
     logits = logits.masked_fill(~seen, float("-inf"))
     largest = logits.amax(-1, keepdim=True)
     if sinks is None:

@@ -80,9 +80,16 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         (
             "bits per element",
             f"{report['bits_per_element']:.3f}",
-            f"{size['reference']:,.0f} → {size['quantized']:,.0f} bytes per token",
+            f"{size['reference']:,.0f} → {size['quantized']:,.0f} bytes per token{_of_decoder(report)}",
         ),
     ]
+
+
+def _of_decoder(report: Mapping[str, Any]) -> str:
+    encoder = report.get("bytes_per_encoder_token")  # records of earlier versions have none
+    if encoder is None:
+        return ""
+    return f" of the decoder, {encoder['reference']:,.0f} → {encoder['quantized']:,.0f} of the encoder"
 
 
 def side_by_side(runs: Sequence[Run]) -> Table:
@@ -113,6 +120,6 @@ def _column(run: Run) -> dict[str, str]:
         "KL with Q in FP8": nats(with_query["kl_mean"]) if with_query else "",
         "perplexity, 16 bits": f"{report['fidelity']['perplexity_reference']:.3f}",
         "attention error, worst": f"{error['worst']:.4f}, layer {error['worst_layer']}",
-        "bytes per token": f"{size['quantized']:,.0f} of {size['reference']:,.0f}",
+        "bytes per token": f"{size['quantized']:,.0f} of {size['reference']:,.0f}{_of_decoder(report)}",
         "layers in 16 bits": ", ".join(map(str, report["skipped_layers"])) or "none",
     }

@@ -297,6 +297,8 @@ def _oddities(calls: Sequence[capture.AttentionCall], model: Any) -> Iterator[st
     layers = [call.layer for call in calls]
     if not all(isinstance(layer, int) for layer in layers):
         yield "has attention that knows no layer index"
+    elif min(layers, default=0) < 0:
+        yield "has attention in blocks that several layers use, which know no index of a cache"
     elif len(set(layers)) < len(layers):
         yield f"attends more than once in layer {min(x for x in layers if layers.count(x) > 1)}"
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()

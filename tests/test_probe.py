@@ -155,6 +155,13 @@ def test_family_of_the_table_is_read_from_the_table() -> None:
     assert probe.read(tiny.fields("llama") | NAMED | {"model_type": "llama"}) == table_spec("llama")
 
 
+_SHARED_BLOCK = {
+    "layers_block_type": ["mamba", "hybrid"],
+    "hybrid_layer_ids": [1],
+    "num_hidden_layers": 2,
+    "num_mem_blocks": 1,
+    "use_mamba_kernels": False,
+}
 _STARTS = {"decoder_start_token_id": 0, "pad_token_id": 1}
 _SMALL = {k: v for k, v in tiny.fields("llama").items() if k not in ("head_dim", "num_key_value_heads")}
 
@@ -166,6 +173,7 @@ _SMALL = {k: v for k, v in tiny.fields("llama").items() if k not in ("head_dim",
         ("codegen", {}, "'codegen' computes attention by code of its own"),
         ("llama4_text", {"head_dim": 16, "num_key_value_heads": 2}, "'llama4_text' attends in chunks"),
         ("diffllama", {}, "'diffllama' attends more than once in layer 0"),
+        ("zamba2", _SHARED_BLOCK, "'zamba2' has attention in blocks that several layers use"),
         ("whisper", {}, "'whisper' is an encoder-decoder whose encoder reads no text"),
         ("fsmt", _STARTS, "'fsmt' computes attention by code of its own"),
         ("prophetnet", _STARTS, "'prophetnet' computes attention by code of its own"),

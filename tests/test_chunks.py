@@ -182,7 +182,7 @@ def test_a_job_in_chunks_says_what_it_validates(
 
 @pytest.mark.slow
 def test_128k_tokens_take_no_scores(tmp_path: Path) -> None:
-    """Scores would be 64 GiB; of a first layer, K and V are those of each token alone, wherever it stands."""
+    """Scores would be 64 GiB, a chunk's 2 beside its mask; Q, K and V are those of each token alone."""
     context = 131_072
     folder = tiny.save(
         tmp_path / "model",
@@ -200,7 +200,7 @@ def test_128k_tokens_take_no_scores(tmp_path: Path) -> None:
     manifest = json.loads((output / "kvcal" / "manifest.json").read_text())
     assert manifest["calibration"]["tokens"] == context
     assert manifest["evaluation"]["tokens"] > Calibration().chunk
-    assert max(each["peak_bytes"] for each in manifest["memory"].values()) < 3 << 30
+    assert max(each["peak_bytes"] for each in manifest["memory"].values()) < 3.6 * 2**30
     found = Statistics.load(output / "kvcal" / "statistics.safetensors").layers[0]
     wanted = Calibration(dataset=str(tmp_path / "text.txt"), samples=1)
     tokenizer = models.load_tokenizer(folder, models.TRUST_NOTHING)

@@ -10,9 +10,10 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvcal import __version__, cli_bench, cli_diff, cli_plan, cli_recipes, cli_report, launch, terminal
 from kvcal.errors import EXIT_CODES, CheckFailed, GateFailed, KvcalError, UsageError
@@ -61,8 +62,22 @@ from kvcal.options import (
     suite_of,
 )
 
+
+class _Program(TyperGroup):
+    """Its own options may stand behind a command too, and count before the command line is judged."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The words of the command that are left."""
+        own, rest = terminal.of_program(args)
+        found: list[str] = super().parse_args(ctx, own + rest)
+        command = "" if not rest or rest[0].startswith("-") else rest[0]
+        terminal.listen(command, quiet=ctx.params["quiet"], log_json=ctx.params["log_json"])
+        return found
+
+
 app = typer.Typer(
     name="kvcal",
+    cls=_Program,
     help="Calibrate the quantized KV cache of a language model and write a checkpoint that engines load.",
     epilog="Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES) + ".",
     add_completion=False,
@@ -83,6 +98,18 @@ app.command()(cli_report.report)
 def _root(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    quiet: Annotated[
+        bool, typer.Option(terminal.QUIET, help="Say nothing but errors on stderr. Also behind a command.")
+    ] = False,
+    log_json: Annotated[
+        str | None,
+        typer.Option(
+            terminal.LOG_JSON,
+            metavar="FILE",
+            help="Also add what is said to FILE as JSON lines; with - they are all that stderr holds. Also"
+            " behind a command.",
+        ),
+    ] = None,
 ) -> None:
     if version:
         typer.echo(f"kvcal {__version__}")
@@ -154,7 +181,7 @@ def calibrate(
         resume=resume,
         save_every=save_every,
     )
-    if launch.rank_if_any():  # rank 0 reports
+    if not launch.place_if_any().leads:  # rank 0 reports
         junit = summary = None
     with ci_report.reporting("calibrate", junit, summary) as outcome:
         found = run.run_calibrate(request, recipe_named(recipe, wanted), terminal.narrator())
@@ -209,7 +236,7 @@ def export(
     """
     from kvcal import engine_report, run_export
 
-    found = run_export.run_export(folder, engine, output, overwrite=overwrite, base=base)
+    found = run_export.run_export(folder, engine, output, terminal.narrator(), overwrite=overwrite, base=base)
     if as_json:
         terminal.print_json(vars(found))
     else:
@@ -299,7 +326,7 @@ def unfold(
     """
     from kvcal import run
 
-    found = run.run_unfold(folder, output, overwrite=overwrite, rounded=rounded)
+    found = run.run_unfold(folder, output, terminal.narrator(), overwrite=overwrite, rounded=rounded)
     if as_json:
         terminal.print_json(vars(found) | {"folder": str(output)})
     else:
@@ -447,6 +474,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is ended cleans up like Ctrl-C
     if not sys.warnoptions:
         warnings.filterwarnings("ignore")  # advice of libraries to their own users
+    terminal.hear_libraries()
+    terminal.listen("", quiet=False, log_json=None)
     try:
         code = app(standalone_mode=False)
     except KvcalError as error:
@@ -464,4 +493,6 @@ def main() -> None:
         terminal.leave(f"a bug in kvcal: {type(error).__name__}: {error} (KVCAL_TRACEBACK=1 shows where)", 1)
     if code == _INTERRUPTED:  # typer turns an interrupt inside a command into this code, without a word
         terminal.leave("interrupted; nothing was left behind", _INTERRUPTED)
+    if not code:
+        terminal.succeed()
     sys.exit(code or 0)

@@ -93,7 +93,7 @@ def markdown(rows: Sequence[Row], found: Document) -> str:
     """The report that lies beside ``compare.json``."""
     manifest = found["manifest"]
     calibration, evaluation = manifest["calibration"], manifest["evaluation"]
-    seconds = sum(manifest["seconds"].values()) - manifest["seconds"].get("load", 0)
+    seconds = sum(each["seconds"] for stage, each in manifest["stages"].items() if stage != "load")
     lines = [
         f"# Schemes compared on {found['model']}",
         "",

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvcal import stage_report
 from kvcal.plan import Plan
 from kvcal.recipe import SIDES, Side
-from kvcal.report import DELIVERED, SIDE_NAMES, Report, fidelity_rows, mixed_rows, mixed_summary, nats
+from kvcal.report import (
+    DELIVERED,
+    SIDE_NAMES,
+    Report,
+    fidelity_rows,
+    mixed_rows,
+    mixed_summary,
+    nats,
+)
 
 
 def render(report: Report, plan: Plan, source_name: str) -> str:
@@ -52,21 +61,18 @@ def render(report: Report, plan: Plan, source_name: str) -> str:
         "",
         "</details>",
         "",
-        *_memory_lines(report["memory"]),
+        *_stage_lines(report),
     ]
     return "\n".join(lines)
 
 
-def _memory_lines(memory: Report) -> list[str]:
-    how = memory["device_map"]
+def _stage_lines(report: Report) -> list[str]:
     return [
-        f"| memory (device map: {how}) | device | expected | peak |",
-        "|---|---|---:|---:|",
-        *(
-            f"| {name} | {each['device']} | {each['expected_bytes'] / 2**30:.2f} GiB |"
-            f" {each['peak_bytes'] / 2**30:.2f} GiB |"
-            for name, each in memory["passes"].items()
-        ),
+        f"| {' | '.join(stage_report.HEADINGS)} |",
+        "|---|---:|---:|---:|---:|",
+        *(f"| {' | '.join(row)} |" for row in stage_report.rows(report)),
+        "",
+        f"{stage_report.note(report)} Device map: {report['memory']['device_map']}.",
         "",
     ]
 

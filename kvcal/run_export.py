@@ -11,6 +11,7 @@ from kvcal import check, engines, manifest, mixed, models, opening, plan, report
 from kvcal.engine_spec import EngineSpec
 from kvcal.errors import ModelError, PlanRefused
 from kvcal.export import bundle, modelopt, targets
+from kvcal.progress import Narrator
 from kvcal.records import EXPORT
 
 # Records of the calibration itself; the rest is about the engine and is written anew.
@@ -55,7 +56,13 @@ class Exported:
 
 
 def run_export(
-    folder: Path, engine_name: str, output: Path | None, *, overwrite: bool, base: Path | None = None
+    folder: Path,
+    engine_name: str,
+    output: Path | None,
+    narrator: Narrator,
+    *,
+    overwrite: bool,
+    base: Path | None = None,
 ) -> Exported:
     """Write what ``folder`` holds in the form of another engine.
 
@@ -87,6 +94,7 @@ def run_export(
     with (
         bundle.staging(destination, overwrite=overwrite, base=weights) as stage,
         bundle.translated_os_errors(destination),
+        narrator.stage("export"),
     ):
         section = opening.base_quantization(weights)
         written = targets.of(resolved).to_bundle(found, resolved, section)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +20,6 @@ from rich.progress import (
     Task,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.text import Text
 
@@ -41,6 +41,23 @@ class _Speed(ProgressColumn):
             return Text(f"{task.completed:,.0f} of {task.total or 0:,.0f} {self._unit}", style="cyan")
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else f"{speed:,.0f} tokens/s", style="cyan")
+
+
+class _Left(ProgressColumn):
+    """Time that the rest will take."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        left = seconds_left(task)
+        return Text("" if left is None else f"left {timedelta(seconds=round(left))}", style="cyan")
+
+
+def seconds_left(task: Task) -> float | None:
+    """At the speed of the last 30 seconds, or of the whole stage until that can be said; None at first."""
+    if task.time_remaining is not None or not task.completed:
+        return task.time_remaining
+    return (task.elapsed or 0.0) * (task.remaining or 0.0) / task.completed
 
 
 class Narrator:
@@ -106,8 +123,8 @@ class Narrator:
                 now = time.perf_counter()
                 if now - told >= EVERY:
                     told = now
-                    left = task.time_remaining
-                    self._tell("progress", **what, done=task.completed, seconds=now - began, eta_seconds=left)
+                    spent, left = round(now - began, 2), seconds_left(task)
+                    self._tell("progress", **what, done=task.completed, seconds=spent, eta_seconds=left)
 
             yield advance
         seconds = time.perf_counter() - began
@@ -130,8 +147,7 @@ def _columns(total: float | None, unit: str) -> tuple[ProgressColumn, ...]:
     name = TextColumn("{task.description:<16}")
     if total is None:
         return name, BarColumn(20), TimeElapsedColumn()
-    percent, left = TextColumn("{task.percentage:>3.0f}%"), TextColumn("left")
-    return name, BarColumn(20), percent, _Speed(unit), left, TimeRemainingColumn()
+    return name, BarColumn(20), TextColumn("{task.percentage:>3.0f}%"), _Speed(unit), _Left()
 
 
 def _together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

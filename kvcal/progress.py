@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -50,7 +49,10 @@ class _Left(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         left = seconds_left(task)
-        return Text("" if left is None else f"left {timedelta(seconds=round(left))}", style="cyan")
+        if left is None:
+            return Text("")
+        minutes, seconds = divmod(round(left), 60)
+        return Text(f"left {minutes // 60}:{minutes % 60:02}:{seconds:02}", style="cyan")
 
 
 def seconds_left(task: Task) -> float | None:

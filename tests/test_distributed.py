@@ -129,8 +129,10 @@ def same_statistics(one: Path, other: Path) -> bool:
 @pytest.fixture(scope="module")
 def uninterrupted(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    left = ranks.run(ranks.command, 2, folder, *options_of(llama_folder, "--output", "out"))
-    assert [each.code for each in left] == [0, 0]
+    options = options_of(llama_folder, "--output", "out", "--log-json", "-")
+    first, second = ranks.run(ranks.command, 2, folder, *options)
+    assert (first.code, second.code, second.stderr) == (0, 0, "")
+    assert {json.loads(line)["rank"] for line in first.stderr.splitlines()} == {0}
     return folder / "out"
 
 

@@ -284,21 +284,28 @@ def compare(
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
     allow_pickle: AllowPickle = False,
+    junit: Junit = None,
+    summary: Summary = None,
     as_json: Json = False,
 ) -> None:
     """Measure ways to store K and V against each other: bits, KL, perplexity.
 
     Example: kvcal compare --model demo --schemes fp8,kivi-4,balanced-4
     """
-    from kvcal import comparison_report, run_compare
+    from kvcal import ci_report, comparison_report, run_compare
     from kvcal.recipe import Gates
 
     wanted = recipe_named(recipe, changes(ctx, COMPARISON_FIELDS))
     if recipe is None:  # the default gates are meant for one calibration
         wanted = wanted.model_copy(update={"gates": Gates()})
+    if junit is not None and wanted.gates == Gates():
+        raise UsageError("--junit lists gates, and there are none; give --recipe one that has them")
     names = schemes.split(",") if schemes else wanted.schemes
     request = request_of(model, revision, device, trust_remote_code, allow_pickle, output, overwrite)
-    document, rows = run_compare.run_compare(request, wanted, names, terminal.narrator())
+    with ci_report.reporting("compare", junit, summary) as outcome:
+        document, rows = run_compare.run_compare(request, wanted, names, terminal.narrator())
+        outcome.cases = ci_report.comparison_cases(document["gates"])
+        outcome.markdown = comparison_report.markdown(rows, document, picture=False)
     if as_json:
         terminal.print_json(document)
     else:
@@ -436,6 +443,7 @@ def evaluate(
     seed: SuiteSeed = None,
     round_query: RoundQuery = False,
     trust_remote_code: TrustRemoteCode = False,
+    summary: Summary = None,
     as_json: Json = False,
 ) -> None:
     """Measure KL, agreement and perplexity over the quantized cache, on held-out text.
@@ -445,7 +453,7 @@ def evaluate(
 
     Example: kvcal evaluate out/demo --dataset notes.txt --samples 4
     """
-    from kvcal import report, run, run_suite, suite_report
+    from kvcal import ci_report, markdown, report, run, run_suite, suite_report
 
     wanted, wanted_suite = changes(ctx, EVALUATION_FIELDS), suite_of(ctx)
     request = request_of(
@@ -455,12 +463,16 @@ def evaluate(
         device_map=device_map,
         max_memory=max_memory,
     )
-    if wanted_suite is None:
-        document = report.fidelity_document(run.run_evaluate(folder, request, wanted, terminal.narrator()))
-    else:
-        document = run_suite.run_suite(
-            folder, request, wanted, wanted_suite, round_query=round_query, narrator=terminal.narrator()
-        )
+    with ci_report.reporting("evaluate", None, summary) as outcome:
+        if wanted_suite is None:
+            found = run.run_evaluate(folder, request, wanted, terminal.narrator())
+            document = report.fidelity_document(found)
+            outcome.markdown = markdown.evaluation(document, str(folder))
+        else:
+            document = run_suite.run_suite(
+                folder, request, wanted, wanted_suite, round_query=round_query, narrator=terminal.narrator()
+            )
+            outcome.markdown = suite_report.markdown(document, str(folder))
     if as_json:
         terminal.print_json(document)
     elif wanted_suite is None:

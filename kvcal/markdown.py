@@ -32,13 +32,7 @@ def render(report: Report, plan: Plan, source_name: str) -> str:
         f" {plan.engine.name} {plan.engine.version}, delivered by {DELIVERED[plan.deliver]}.",
         "",
         *(["```", report["serve"], "```", ""] if report["serve"] else []),
-        "| quantized | KL mean | KL p99 | top-1 | perplexity |",
-        "|---|---:|---:|---:|---:|",
-        *(
-            f"| {label} | " + " | ".join(cells) + " |"
-            for label, cells in fidelity_rows(report, folds and folds["before"])
-        ),
-        "",
+        *fidelity_lines(report, folds and folds["before"]),
         f"{cache['tokens']:,} held-out tokens. {per_token['reference']:,.0f} bytes per token{of} in 16 bits,"
         f" {per_token['quantized']:,.0f} quantized ({report['bits_per_element']:.3f} bits per element)"
         f"{also}.",
@@ -64,6 +58,22 @@ def render(report: Report, plan: Plan, source_name: str) -> str:
         *_stage_lines(report),
     ]
     return "\n".join(lines)
+
+
+def fidelity_lines(after: Report, before: Report | None = None) -> list[str]:
+    """The table of fidelities; ``before`` is the same cache in front of unfolded weights."""
+    return [
+        "| quantized | KL mean | KL p99 | top-1 | perplexity |",
+        "|---|---:|---:|---:|---:|",
+        *(f"| {label} | {' | '.join(cells)} |" for label, cells in fidelity_rows(after, before)),
+        "",
+    ]
+
+
+def evaluation(found: Report, name: str) -> str:
+    """What ``kvcal evaluate`` measured on a checkpoint."""
+    tokens = f"{found['fidelity']['tokens']:,} held-out tokens."
+    return "\n".join([f"# Fidelity of {name}", "", *fidelity_lines(found), tokens, ""])
 
 
 def _stage_lines(report: Report) -> list[str]:

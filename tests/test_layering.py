@@ -107,7 +107,7 @@ RANKS: dict[str, float] = {
     "generation": 9.2,
     "continuations": 9.3,
     "suite": 9.5,
-    "suite_report": 10.6,
+    "suite_report": 10.7,
     "run_suite": 11,
     "harness": 11,
     "observers": 9,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvcal import stage_report
 from kvcal.plan import Plan
@@ -18,8 +18,8 @@ from kvcal.report import (
 )
 
 
-def render(report: Report, plan: Plan, source_name: str) -> str:
-    """The report as Markdown, for people and for a pull request."""
+def render(report: Report, plan: Plan, source_name: str, notes: Sequence[str] = ()) -> str:
+    """The report as Markdown, for people and for a pull request; ``notes`` say what it is not about."""
     cache, folds = report["fidelity"], report["folds"]
     per_token, names = report["bytes_per_token"], SIDE_NAMES[report["latent"]]
     encoder = report["bytes_per_encoder_token"]
@@ -32,6 +32,7 @@ def render(report: Report, plan: Plan, source_name: str) -> str:
         f" {plan.engine.name} {plan.engine.version}, delivered by {DELIVERED[plan.deliver]}.",
         "",
         *(["```", report["serve"], "```", ""] if report["serve"] else []),
+        *(f"{note}\n" for note in notes),
         *fidelity_lines(report, folds and folds["before"]),
         f"{cache['tokens']:,} held-out tokens. {per_token['reference']:,.0f} bytes per token{of} in 16 bits,"
         f" {per_token['quantized']:,.0f} quantized ({report['bits_per_element']:.3f} bits per element)"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvcal import check, engines, manifest, mixed, models, opening, plan, report, scales
+from kvcal import check, engines, export_report, manifest, mixed, models, opening, plan, report, scales
 from kvcal.engine_spec import EngineSpec
 from kvcal.errors import ModelError, PlanRefused
 from kvcal.export import bundle, modelopt, targets
@@ -19,8 +19,6 @@ _KEPT = (
     "statistics.safetensors",
     "manifest.json",
     manifest.SAMPLES,
-    "report.json",
-    "report.md",
     mixed.RECORD,
     "folds.json",
     "folds.safetensors",
@@ -113,8 +111,11 @@ def run_export(
             serve=targets.serve_command(str(destination), resolved),
             notices=_notices(engine, resolved, base),
         )
-        check.require(stage.folder, engine.name)
-        bundle.write_json(stage.records / EXPORT, vars(result) | {"from": was.engine.name})
+        findings = check.require(stage.folder, engine.name)
+        record = vars(result) | {"from": was.engine.name}
+        bundle.write_json(stage.records / EXPORT, record)
+        if (folder / bundle.RECORDS / "report.json").is_file():  # a merged calibration has none
+            export_report.write(folder, stage, resolved, found, findings, record)
         stage.commit()
     return result
 

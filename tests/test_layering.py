@@ -168,6 +168,7 @@ RANKS: dict[str, float] = {
     "page.heading": 10.6,
     "page.sections": 10.7,
     "page.render": 10.8,
+    "export_report": 10.9,
     "run_report": 11,
     "run": 11,
     "options": 11.2,

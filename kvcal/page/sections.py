@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvcal import stage_report
+from kvcal import engine_report, stage_report
 from kvcal.page import channel_figures, figures, serving
 from kvcal.page.source import Run
 from kvcal.page.tables import Section, Table, number
@@ -58,22 +58,11 @@ def _fidelity(runs: Sequence[Run]) -> Section:
                 ),
             )
         ],
-        notes=[*(other if len(texts) > 1 else ()), *(note for run in runs for note in _exported(run))],
+        notes=[
+            *(other if len(texts) > 1 else ()),
+            *(note for run in runs for note in engine_report.export_notes(run.name, run.exported)),
+        ],
     )
-
-
-def _exported(run: Run) -> list[str]:
-    """What a checkpoint in the form of another engine has not been measured with."""
-    found = run.exported
-    if found is None:
-        return []
-    reduced = found["reduced_from"]
-    how = f"; its scales were {reduced} then and are {found['granularity']} now" if reduced else ""
-    first = f"{run.name} was written for {found['engine']} from a calibration for {found['from']}"
-    return [
-        f"{first}, which was measured{how}.",
-        *(f"{notice[0].upper()}{notice[1:]}." for notice in found["notices"]),
-    ]
 
 
 def _limits(runs: Sequence[Run]) -> Section | None:

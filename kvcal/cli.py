@@ -481,6 +481,11 @@ def evaluate(
         suite_report.print_suite(terminal.console(), document)
 
 
+for group in (app, cli_bench.app, cli_recipes.app):
+    for each in group.registered_commands:
+        each.epilog = f"Also {terminal.QUIET} and {terminal.LOG_JSON} FILE: see kvcal --help."
+
+
 def main() -> None:
     """Entry point: every error leaves as one line and its exit code."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is ended cleans up like Ctrl-C

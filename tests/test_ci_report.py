@@ -16,7 +16,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcal import ci_report, cli
+from kvcal import ci_report, cli, terminal
 from kvcal.ci_report import Case, Outcome
 from kvcal.errors import DataError, OutputError
 from kvcal.report import nats
@@ -148,13 +148,17 @@ def strings(value: Any) -> list[str]:
     return [text for child in children for text in strings(child)]
 
 
-def test_snippets_of_the_readme_are_valid_and_their_commands_parse() -> None:
+def test_snippets_of_the_readme_are_valid_and_their_commands_parse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a log is opened before its command is judged
     snippets = [yaml.safe_load(text) for text in re.findall("```yaml\n(.*?)```", README, re.DOTALL)]
     lines = [text for snippet in snippets for text in strings(snippet) if text.startswith("kvcal ")]
     assert [line.split()[1] for line in lines] == 2 * ["calibrate", "check", "diff"]
     root: Any = typer.main.get_command(cli.app)
     for line in lines:
-        _, name, *arguments = shlex.split(line)
+        own, (name, *arguments) = terminal.of_program(shlex.split(line)[1:])
+        root.make_context("kvcal", [*own, name, *arguments])
         root.commands[name].make_context(name, arguments)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -520,6 +522,54 @@ class TestRefusals:
                 run_export.run_export(
                     exported_copy, engine, tmp_path / "out", Narrator.silent(), overwrite=False
                 )
+
+
+class TestReport:
+    """What was measured stays; serve line, engine, rules and scales are those of the export."""
+
+    @pytest.mark.parametrize("engine", ["sglang", "vllm-modelopt", "lmdeploy", "kernel"])
+    def test_it_is_about_the_engine_that_it_was_written_for(
+        self, engine: str, exported: Path, folded: Path, folder_for: Callable[[str], Path], tmp_path: Path
+    ) -> None:
+        source, folder = exported, tmp_path / "out"
+        if engine == "lmdeploy":
+            source = folded
+            run_export.run_export(source, engine, folder, Narrator.silent(), overwrite=False)
+        else:
+            folder = folder_for(engine)
+        was, now = (json.loads((each / "kvcal" / "report.json").read_text()) for each in (source, folder))
+        record = json.loads((folder / "kvcal" / "export.json").read_text())
+        plan = json.loads((folder / "kvcal" / "plan.json").read_text())
+        assert now["serve"] == shlex.join(record["serve"])
+        assert (now["before_serving"], now["engine"]) == (record["before"], plan["engine"])
+        assert now["engine"]["name"] == engine
+        assert {each["rule"] for each in now["checks"]} == {f.rule for f in check.check(folder, engine)}
+        measured = was.keys() - {"serve", "before_serving", "engine", "checks", "layers"}
+        assert all(now[key] == was[key] for key in measured)
+        text = (folder / "kvcal" / "report.md").read_text()
+        assert f"for {engine} {engines.get(engine).version}" in text
+        assert "from a calibration for vllm, which was measured" in text
+        assert "vllm serve" not in text or engine == "vllm-modelopt"
+        assert (f"```\n{now['serve']}\n```" in text) == bool(now["serve"])
+        page = html.unescape((folder / "kvcal" / "report.html").read_text())
+        assert (now["serve"] in page) if now["serve"] else "<pre" not in page
+
+    def test_its_scales_are_those_that_are_written(self, folder_for: Callable[[str], Path]) -> None:
+        folder = folder_for("sglang")
+        layers = json.loads((folder / "kvcal" / "report.json").read_text())["layers"]
+        written = load_file(folder / SHARD)
+        for layer in layers:
+            for side in ("k", "v"):
+                (scale,) = layer[side]["scale"]
+                assert scale == float(written[f"model.layers.{layer['index']}.self_attn.{side}_scale"])
+
+    def test_records_that_are_not_whole(self, exported_copy: Path, tmp_path: Path) -> None:
+        edit_json(exported_copy / "kvcal" / "report.json", lambda report: report.pop("stages"))
+        with pytest.raises(ModelError, match="its records are not whole: KeyError\\('stages'"):
+            run_export.run_export(
+                exported_copy, "sglang", tmp_path / "out", Narrator.silent(), overwrite=False
+            )
+        assert not (tmp_path / "out").exists()
 
 
 def test_calibrate_writes_vectors_beside_the_model(

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvcal import log_lines, progress, terminal
+from kvcal import log_lines, progress, recipe, run, scaling, terminal
 from kvcal.log_lines import Line, Log
 from kvcal.progress import Narrator
 
@@ -54,6 +54,15 @@ def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "EVERY", 0.0)
 
 
+@pytest.fixture(scope="module")
+def another(exported: Path, llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint like ``exported`` from other text."""
+    wanted = recipe.load(str(exported / "kvcal" / "recipe.yaml")).override({"calibration.seed": 9})
+    request = run.Request(str(llama_folder), output=tmp_path_factory.mktemp("another") / "tiny")
+    _, folder = run.run_calibrate(request, wanted, Narrator.silent())
+    return folder
+
+
 # Words in braces are fixtures; what every command of long work tells as stages.
 LONG: dict[str, tuple[str, list[str]]] = {
     "calibrate": (
@@ -81,12 +90,16 @@ LONG: dict[str, tuple[str, list[str]]] = {
         ["load", "calibrate", "fit", "attention errors", "compare"],
     ),
     "export": ("export {exported} --engine kernel --output out", ["export"]),
+    "merge": ("merge {exported} {another} --output out", ["read", "scales", "export"]),
     "unfold": ("unfold {folded} --output out", ["unfold"]),
     "check": ("check {exported}", ["check"]),
     "capture": ("bench capture --model {llama_folder} --pairs 2", ["load", "bench capture"]),
     "rules": ("bench rules --model {llama_folder}", ["load", "bench rules"]),
     "folds alone": ("bench folds --model {planted_folder}", ["load", "bench folds"]),
-    "objectives": ("bench objectives --model {llama_folder} --formats int8", ["load", "bench objectives"]),
+    "objectives": (
+        "bench objectives --model {llama_folder} --formats fp8_e4m3",
+        ["load", "bench objectives"],
+    ),
     "reduction": ("bench reduction --model {llama_folder}", ["load", "bench reduction"]),
     "phase": ("bench phase --model {llama_folder}", ["load", "bench phase"]),
 }
@@ -127,11 +140,9 @@ def test_json_lines_are_all_that_stderr_holds(
             assert line.done == pytest.approx(line.total)
 
 
-@pytest.mark.parametrize(("text", "stages"), LONG.values(), ids=LONG)
-def test_quiet_says_nothing_on_stderr(
-    text: str, stages: list[str], kvcal: Kvcal, request: pytest.FixtureRequest
-) -> None:
-    outcome = kvcal(*line_of(text, request), "--json", "--quiet")
+@pytest.mark.parametrize("name", ["calibrate", "folds", "evaluate", "compare", "merge", "check", "rules"])
+def test_quiet_says_nothing_on_stderr(name: str, kvcal: Kvcal, request: pytest.FixtureRequest) -> None:
+    outcome = kvcal(*line_of(LONG[name][0], request), "--json", "--quiet")
     assert (outcome.code, outcome.stderr) == (0, "")
     assert outcome.document
 
@@ -322,6 +333,13 @@ def test_stages_of_one_name_are_added_up() -> None:
     assert narrator.stages.keys() == {"load"}
     assert progress._together(once, other) == other | {"seconds": 1.75}
     assert progress._together(other, once) == other | {"seconds": 1.75}
+
+
+def test_what_ranks_of_a_benchmark_say_is_told_once() -> None:
+    said = "W1130 torchrun\nerror: no room\nTraceback\nerror: no room\nerror: rank 1 failed\nfooter"
+    assert scaling._why(said) == "no room; rank 1 failed"
+    assert scaling._why("Traceback\n  KeyError: 1\n\n") == "KeyError: 1"
+    assert scaling._why("") == "they said nothing"
 
 
 def test_a_stage_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -374,6 +374,7 @@ def test_a_stage_without_a_total_is_nothing_to_read_in_a_file() -> None:
     assert shown.getvalue() == ""
 
 
+@example("check\udc80", "out\n\ud800")
 @given(st.text(st.characters(exclude_categories=())), st.text(st.characters(exclude_categories=())))
 def test_any_text_is_a_line(tmp_path_factory: pytest.TempPathFactory, command: str, message: str) -> None:
     """Names of files may hold anything, halves of surrogate pairs and ends of lines included."""

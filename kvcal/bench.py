@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import torch
 
-from kvcal import basis, calibrate, evaluate, folding, formats, forward, objectives, scales, storage
+from kvcal import basis, calibrate, evaluate, folding, formats, forward, objectives, peaks, scales, storage
 from kvcal.cache import QuantizedCache
 from kvcal.calibrate import View
 from kvcal.data import TokenSet
@@ -140,7 +140,7 @@ def capture_overhead(
         """Seconds, and peak bytes on a GPU."""
         if gpu:
             torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
+            peaks.restart()
         start = time.perf_counter()
         run(tokens)
         if gpu:

@@ -93,15 +93,17 @@ def check(folder: Path, engine_name: str) -> list[Finding]:
     return findings
 
 
-def require(folder: Path, engine_name: str) -> None:
-    """Refuse files that the engine would not load as they are meant.
+def require(folder: Path, engine_name: str) -> list[Finding]:
+    """Refuse files that the engine would not load as they are meant; the rules that they keep.
 
     Raises:
         CheckFailed: with every finding that failed.
     """
-    failed = [f for f in check(folder, engine_name) if not f.ok]
+    findings = check(folder, engine_name)
+    failed = [f for f in findings if not f.ok]
     if failed:
         raise CheckFailed("; ".join(f"{f.rule}: {f.message}" for f in failed))
+    return findings
 
 
 def scales_of(folder: Path, engine_name: str) -> tuple[ModelSpec, dict[int, dict[Side, list[float]]], bool]:

@@ -59,10 +59,9 @@ def reporting(command: str, junit: Path | None, summary: Path | None) -> Iterato
     except KvcalError as error:
         outcome.error = error
         outcome.markdown = f"**kvcal {command} ended with an error** (exit code {error.exit_code}): {error}\n"
+        _write(command, outcome, junit, summary)
         raise
-    finally:
-        if outcome.cases or outcome.error:
-            _write(command, outcome, junit, summary)
+    _write(command, outcome, junit, summary)
 
 
 def _refuse_unwritable(path: Path) -> None:
@@ -115,6 +114,11 @@ def _printable(text: str) -> str:
 def gate_cases(gates: Sequence[dict[str, Any]]) -> list[Case]:
     """Of gates as reports hold them."""
     return [Case("gates", gate["name"], gate["passed"], gate["text"]) for gate in gates]
+
+
+def comparison_cases(gates: Sequence[dict[str, Any]]) -> list[Case]:
+    """Of gates that every scheme of a comparison is held against."""
+    return [Case(gate["scheme"], gate["name"], gate["passed"], gate["text"]) for gate in gates]
 
 
 def check_cases(findings: Sequence[dict[str, Any]]) -> list[Case]:

@@ -10,9 +10,10 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvcal import __version__, cli_bench, cli_diff, cli_plan, cli_recipes, cli_report, launch, terminal
 from kvcal.errors import EXIT_CODES, CheckFailed, GateFailed, KvcalError, UsageError
@@ -61,8 +62,22 @@ from kvcal.options import (
     suite_of,
 )
 
+
+class _Program(TyperGroup):
+    """Its own options may stand behind a command too, and count before the command line is judged."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The words of the command that are left."""
+        own, rest = terminal.of_program(args)
+        found: list[str] = super().parse_args(ctx, own + rest)
+        command = "" if not rest or rest[0].startswith("-") else rest[0]
+        terminal.listen(command, quiet=ctx.params["quiet"], log_json=ctx.params["log_json"])
+        return found
+
+
 app = typer.Typer(
     name="kvcal",
+    cls=_Program,
     help="Calibrate the quantized KV cache of a language model and write a checkpoint that engines load.",
     epilog="Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES) + ".",
     add_completion=False,
@@ -83,6 +98,18 @@ app.command()(cli_report.report)
 def _root(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    quiet: Annotated[
+        bool, typer.Option(terminal.QUIET, help="Say nothing but errors on stderr. Also behind a command.")
+    ] = False,
+    log_json: Annotated[
+        str | None,
+        typer.Option(
+            terminal.LOG_JSON,
+            metavar="FILE",
+            help="Also add what is said to FILE as JSON lines; with - they are all that stderr holds. Also"
+            " behind a command.",
+        ),
+    ] = None,
 ) -> None:
     if version:
         typer.echo(f"kvcal {__version__}")
@@ -154,7 +181,7 @@ def calibrate(
         resume=resume,
         save_every=save_every,
     )
-    if launch.rank_if_any():  # rank 0 reports
+    if not launch.place_if_any().leads:  # rank 0 reports
         junit = summary = None
     with ci_report.reporting("calibrate", junit, summary) as outcome:
         found = run.run_calibrate(request, recipe_named(recipe, wanted), terminal.narrator())
@@ -209,7 +236,7 @@ def export(
     """
     from kvcal import engine_report, run_export
 
-    found = run_export.run_export(folder, engine, output, overwrite=overwrite, base=base)
+    found = run_export.run_export(folder, engine, output, terminal.narrator(), overwrite=overwrite, base=base)
     if as_json:
         terminal.print_json(vars(found))
     else:
@@ -257,21 +284,28 @@ def compare(
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
     allow_pickle: AllowPickle = False,
+    junit: Junit = None,
+    summary: Summary = None,
     as_json: Json = False,
 ) -> None:
     """Measure ways to store K and V against each other: bits, KL, perplexity.
 
     Example: kvcal compare --model demo --schemes fp8,kivi-4,balanced-4
     """
-    from kvcal import comparison_report, run_compare
+    from kvcal import ci_report, comparison_report, run_compare
     from kvcal.recipe import Gates
 
     wanted = recipe_named(recipe, changes(ctx, COMPARISON_FIELDS))
     if recipe is None:  # the default gates are meant for one calibration
         wanted = wanted.model_copy(update={"gates": Gates()})
+    if junit is not None and wanted.gates == Gates():
+        raise UsageError("--junit lists gates, and there are none; give --recipe one that has them")
     names = schemes.split(",") if schemes else wanted.schemes
     request = request_of(model, revision, device, trust_remote_code, allow_pickle, output, overwrite)
-    document, rows = run_compare.run_compare(request, wanted, names, terminal.narrator())
+    with ci_report.reporting("compare", junit, summary) as outcome:
+        document, rows = run_compare.run_compare(request, wanted, names, terminal.narrator())
+        outcome.cases = ci_report.comparison_cases(document["gates"])
+        outcome.markdown = comparison_report.markdown(rows, document, picture=False)
     if as_json:
         terminal.print_json(document)
     else:
@@ -299,7 +333,7 @@ def unfold(
     """
     from kvcal import run
 
-    found = run.run_unfold(folder, output, overwrite=overwrite, rounded=rounded)
+    found = run.run_unfold(folder, output, terminal.narrator(), overwrite=overwrite, rounded=rounded)
     if as_json:
         terminal.print_json(vars(found) | {"folder": str(output)})
     else:
@@ -409,6 +443,7 @@ def evaluate(
     seed: SuiteSeed = None,
     round_query: RoundQuery = False,
     trust_remote_code: TrustRemoteCode = False,
+    summary: Summary = None,
     as_json: Json = False,
 ) -> None:
     """Measure KL, agreement and perplexity over the quantized cache, on held-out text.
@@ -418,7 +453,7 @@ def evaluate(
 
     Example: kvcal evaluate out/demo --dataset notes.txt --samples 4
     """
-    from kvcal import report, run, run_suite, suite_report
+    from kvcal import ci_report, markdown, report, run, run_suite, suite_report
 
     wanted, wanted_suite = changes(ctx, EVALUATION_FIELDS), suite_of(ctx)
     request = request_of(
@@ -428,12 +463,16 @@ def evaluate(
         device_map=device_map,
         max_memory=max_memory,
     )
-    if wanted_suite is None:
-        document = report.fidelity_document(run.run_evaluate(folder, request, wanted, terminal.narrator()))
-    else:
-        document = run_suite.run_suite(
-            folder, request, wanted, wanted_suite, round_query=round_query, narrator=terminal.narrator()
-        )
+    with ci_report.reporting("evaluate", None, summary) as outcome:
+        if wanted_suite is None:
+            found = run.run_evaluate(folder, request, wanted, terminal.narrator())
+            document = report.fidelity_document(found)
+            outcome.markdown = markdown.evaluation(document, str(folder))
+        else:
+            document = run_suite.run_suite(
+                folder, request, wanted, wanted_suite, round_query=round_query, narrator=terminal.narrator()
+            )
+            outcome.markdown = suite_report.markdown(document, str(folder))
     if as_json:
         terminal.print_json(document)
     elif wanted_suite is None:
@@ -442,11 +481,18 @@ def evaluate(
         suite_report.print_suite(terminal.console(), document)
 
 
+for group in (app, cli_bench.app, cli_recipes.app):
+    for each in group.registered_commands:
+        each.epilog = f"Also {terminal.QUIET} and {terminal.LOG_JSON} FILE: see kvcal --help."
+
+
 def main() -> None:
     """Entry point: every error leaves as one line and its exit code."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is ended cleans up like Ctrl-C
     if not sys.warnoptions:
         warnings.filterwarnings("ignore")  # advice of libraries to their own users
+    terminal.hear_libraries()
+    terminal.listen("", quiet=False, log_json=None)
     try:
         code = app(standalone_mode=False)
     except KvcalError as error:
@@ -464,4 +510,6 @@ def main() -> None:
         terminal.leave(f"a bug in kvcal: {type(error).__name__}: {error} (KVCAL_TRACEBACK=1 shows where)", 1)
     if code == _INTERRUPTED:  # typer turns an interrupt inside a command into this code, without a word
         terminal.leave("interrupted; nothing was left behind", _INTERRUPTED)
+    if not code:
+        terminal.succeed()
     sys.exit(code or 0)

@@ -139,7 +139,13 @@ class Comparison:
         views = {name: view_of(scheme) for name, scheme in schemes.items()}
         statistics = self._statistics(set(views.values()))
         reading = basis.readers(self.model, self.trial.model)
-        return {name: self._fit(scheme, statistics[views[name]], reading) for name, scheme in schemes.items()}
+        extras = {name: self._extras(scheme, statistics[views[name]]) for name, scheme in schemes.items()}
+        found = {}
+        with self.narrator.stage("fit", len(schemes), "schemes") as on_schemes:
+            for name, scheme in schemes.items():
+                found[name] = self._fit(scheme, statistics[views[name]], reading, extras[name])
+                on_schemes(1)
+        return found
 
     def mix(self, scheme: Scheme, fitted: Mapping[str, Cache]) -> Selection:
         """Measure what each layer's K and V costs in each candidate, and choose within the scheme's limit."""
@@ -148,7 +154,7 @@ class Comparison:
         candidates = {name: fitted[name] for name in scheme.candidates}
         items = sensitivity.items(trial.layers, ("k", "v"), len(candidates), wanted.passes)
         batch_size = trial.recipe.evaluation.batch_size
-        with self.narrator.bar("sensitivity", self.judging.tokens) as on_tokens:
+        with self.narrator.stage("sensitivity", self.judging.tokens) as on_tokens:
             kls = sensitivity.measure(
                 self.model, items, candidates, batch_size, self.judging, on_tokens=on_tokens
             )
@@ -166,17 +172,18 @@ class Comparison:
             variants = {"whole": Variant(together(found))}
             return fidelities(self.model, variants, batch_size, self.judging)["whole"].kl_mean
 
-        if wanted.max_kl is not None:
-            found, _ = allocate.measured_within_kl(options, shares, wanted.max_kl, measured)
-        else:
-            assert wanted.bits_budget is not None
-            found = allocate.within_bits(options, shares, wanted.bits_budget)
+        with self.narrator.stage("choose layers"):
+            if wanted.max_kl is not None:
+                found, _ = allocate.measured_within_kl(options, shares, wanted.max_kl, measured)
+            else:
+                assert wanted.bits_budget is not None
+                found = allocate.within_bits(options, shares, wanted.bits_budget)
         chosen = {item: option.name for item, option in found.options.items()}
         return Selection(chosen, together(found), trial)
 
     def fidelities(self, caches: Mapping[str, Cache]) -> dict[str, Fidelity]:
         """KL, agreement and perplexity of each, on held-out text."""
-        with self.narrator.bar("compare", self.held_out.tokens) as on_tokens:
+        with self.narrator.stage("compare", self.held_out.tokens) as on_tokens:
             return fidelities(
                 self.model,
                 {name: Variant(cache) for name, cache in caches.items()},
@@ -199,6 +206,7 @@ class Comparison:
             for name, cache in held.items():
                 off = _attend(call, cache.replace(call)) - exact
                 found[name][call.layer] = float(off.norm() / exact.norm())
+            on_layers(1)
 
         first = next(self.held_out.singly())
 
@@ -206,13 +214,16 @@ class Comparison:
             if first.images is not None:
                 calibrate.require_emulated(call, output, first)
 
-        with capture.intercept(self.model, compare, rotary=True, after=examine):
+        with (
+            self.narrator.stage("attention errors", len(self.trial.layers), "layers") as on_layers,
+            capture.intercept(self.model, compare, rotary=True, after=examine),
+        ):
             inputs = first.inputs(self.model.device, dtype=self.model.dtype)
             self.model.base_model(**inputs, use_cache=False)
         return found
 
     def _statistics(self, views: set[View]) -> dict[View, Statistics]:
-        with self.narrator.bar("calibrate", self.text.tokens) as on_tokens:
+        with self.narrator.stage("calibrate", self.text.tokens) as on_tokens:
             return calibrate.views(
                 self.model,
                 self.trial.layers,
@@ -223,13 +234,19 @@ class Comparison:
                 collect="distribution",
             )
 
-    def _fit(self, scheme: Scheme, statistics: Statistics, reading: Mapping[int, torch.Tensor]) -> Cache:
+    def _fit(
+        self,
+        scheme: Scheme,
+        statistics: Statistics,
+        reading: Mapping[int, torch.Tensor],
+        extras: storage.Extras,
+    ) -> Cache:
         return storage.fit(
             scheme,
             self.trial.model,
             reading,
             statistics,
-            extras=self._extras(scheme, statistics),
+            extras=extras,
             seed=self.trial.recipe.calibration.seed,
         )
 
@@ -244,7 +261,7 @@ class Comparison:
                 for index, seen in statistics.layers.items()
             }
             few = self.text.part(slice(_FISHER_SAMPLES))
-            with self.narrator.bar("codebooks", few.tokens) as on_tokens:
+            with self.narrator.stage("codebooks", few.tokens) as on_tokens:
                 levels = second_pass.fisher_levels(
                     self.model,
                     layers,
@@ -256,7 +273,7 @@ class Comparison:
                     on_tokens=on_tokens,
                 )
         if "moving_average" in (k.fixed, v.fixed):
-            with self.narrator.bar("moving averages", self.text.tokens) as on_tokens:
+            with self.narrator.stage("moving averages", self.text.tokens) as on_tokens:
                 moving = second_pass.moving_extremes(self.model, layers, self.text, on_tokens)
         return storage.Extras(levels, moving)
 

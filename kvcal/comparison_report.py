@@ -89,11 +89,11 @@ def print_comparison(console: Console, rows: Sequence[Row], found: Document) -> 
     console.print(budgets)
 
 
-def markdown(rows: Sequence[Row], found: Document) -> str:
-    """The report that lies beside ``compare.json``."""
+def markdown(rows: Sequence[Row], found: Document, *, picture: bool = True) -> str:
+    """The report that lies beside ``compare.json``, and beside ``compare.png`` if it shows it."""
     manifest = found["manifest"]
     calibration, evaluation = manifest["calibration"], manifest["evaluation"]
-    seconds = sum(manifest["seconds"].values()) - manifest["seconds"].get("load", 0)
+    seconds = sum(each["seconds"] for stage, each in manifest["stages"].items() if stage != "load")
     lines = [
         f"# Schemes compared on {found['model']}",
         "",
@@ -107,10 +107,10 @@ def markdown(rows: Sequence[Row], found: Document) -> str:
         f"Bits are per element in a sequence of {found['context']} tokens, tokens in 16 bits included, and in"
         f" one of {found['full_context']:,}. Rows in bold: no other has fewer bits and less KL.",
         "",
-        "![KL against bits](compare.png)",
-        "",
+        *(["![KL against bits](compare.png)", ""] if picture else ()),
         *table_lines(rows, found),
         "",
+        *_gate_lines(found["gates"]),
         "| within bits | best scheme | KL | best that vLLM serves | KL |",
         "|---:|---|---:|---|---:|",
         *(
@@ -125,6 +125,13 @@ def markdown(rows: Sequence[Row], found: Document) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _gate_lines(gates: Sequence[Document]) -> list[str]:
+    if not gates:
+        return []
+    rows = (f"| {g['text']} | {'passed' if g['passed'] else '**failed**'} |" for g in gates)
+    return ["| gate | |", "|---|---|", *rows, ""]
 
 
 def table_lines(rows: Sequence[Row], found: Document) -> list[str]:

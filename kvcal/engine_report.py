@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -126,6 +126,19 @@ def print_exported(console: Console, exported: dict[str, Any]) -> None:
             highlight=False,
         )
     _print_written(console, exported)
+
+
+def export_notes(name: str, exported: Mapping[str, Any] | None) -> list[str]:
+    """What an export has not been measured with, from its ``export.json``."""
+    if exported is None:
+        return []
+    reduced = exported["reduced_from"]
+    how = f"; its scales were {reduced} then and are {exported['granularity']} now" if reduced else ""
+    first = f"{name} was written for {exported['engine']} from a calibration for {exported['from']}"
+    return [
+        f"{first}, which was measured{how}.",
+        *(f"{notice[0].upper()}{notice[1:]}." for notice in exported["notices"]),
+    ]
 
 
 def print_merged(console: Console, merged: dict[str, Any]) -> None:

@@ -47,12 +47,12 @@ def place() -> Place:
     return Place(rank, size, local_rank)
 
 
-def rank_if_any() -> int:
-    """This process' rank for messages; 0 without a launcher, or with one that makes no sense."""
+def place_if_any() -> Place:
+    """This process for messages; alone without a launcher, or with one that makes no sense."""
     try:
-        return place().rank
+        return place()
     except UsageError:
-        return 0
+        return ALONE
 
 
 def refuse_several(command: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -76,9 +76,9 @@ def build(
     compute: dict[str, str],
     text: TokenSet,
     held_out: TokenSet,
-    seconds: dict[str, float],
+    stages: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The document behind ``manifest.json``."""
+    """The document behind ``manifest.json``; ``stages`` are :attr:`kvcal.progress.Narrator.stages`."""
     return {
         "kvcal": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -87,7 +87,7 @@ def build(
         "compute": compute,
         "calibration": _text_record(text, plan.recipe.calibration) | {"seed": plan.recipe.calibration.seed},
         "evaluation": _text_record(held_out, plan.recipe.evaluation),
-        "seconds": seconds,
+        "stages": stages,
         "versions": versions(),
         "machine": machine(),
     }
@@ -125,16 +125,3 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-
-
-class Clock:
-    """Seconds per step."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name] = round(now - self._last, 2)
-        self._last = now

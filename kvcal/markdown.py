@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from kvcal import stage_report
 from kvcal.plan import Plan
 from kvcal.recipe import SIDES, Side
-from kvcal.report import DELIVERED, SIDE_NAMES, Report, fidelity_rows, mixed_rows, mixed_summary, nats
+from kvcal.report import (
+    DELIVERED,
+    SIDE_NAMES,
+    Report,
+    fidelity_rows,
+    mixed_rows,
+    mixed_summary,
+    nats,
+)
 
 
-def render(report: Report, plan: Plan, source_name: str) -> str:
-    """The report as Markdown, for people and for a pull request."""
+def render(report: Report, plan: Plan, source_name: str, notes: Sequence[str] = ()) -> str:
+    """The report as Markdown, for people and for a pull request; ``notes`` say what it is not about."""
     cache, folds = report["fidelity"], report["folds"]
     per_token, names = report["bytes_per_token"], SIDE_NAMES[report["latent"]]
     encoder = report["bytes_per_encoder_token"]
@@ -23,13 +32,8 @@ def render(report: Report, plan: Plan, source_name: str) -> str:
         f" {plan.engine.name} {plan.engine.version}, delivered by {DELIVERED[plan.deliver]}.",
         "",
         *(["```", report["serve"], "```", ""] if report["serve"] else []),
-        "| quantized | KL mean | KL p99 | top-1 | perplexity |",
-        "|---|---:|---:|---:|---:|",
-        *(
-            f"| {label} | " + " | ".join(cells) + " |"
-            for label, cells in fidelity_rows(report, folds and folds["before"])
-        ),
-        "",
+        *(f"{note}\n" for note in notes),
+        *fidelity_lines(report, folds and folds["before"]),
         f"{cache['tokens']:,} held-out tokens. {per_token['reference']:,.0f} bytes per token{of} in 16 bits,"
         f" {per_token['quantized']:,.0f} quantized ({report['bits_per_element']:.3f} bits per element)"
         f"{also}.",
@@ -52,21 +56,34 @@ def render(report: Report, plan: Plan, source_name: str) -> str:
         "",
         "</details>",
         "",
-        *_memory_lines(report["memory"]),
+        *_stage_lines(report),
     ]
     return "\n".join(lines)
 
 
-def _memory_lines(memory: Report) -> list[str]:
-    how = memory["device_map"]
+def fidelity_lines(after: Report, before: Report | None = None) -> list[str]:
+    """The table of fidelities; ``before`` is the same cache in front of unfolded weights."""
     return [
-        f"| memory (device map: {how}) | device | expected | peak |",
-        "|---|---|---:|---:|",
-        *(
-            f"| {name} | {each['device']} | {each['expected_bytes'] / 2**30:.2f} GiB |"
-            f" {each['peak_bytes'] / 2**30:.2f} GiB |"
-            for name, each in memory["passes"].items()
-        ),
+        "| quantized | KL mean | KL p99 | top-1 | perplexity |",
+        "|---|---:|---:|---:|---:|",
+        *(f"| {label} | {' | '.join(cells)} |" for label, cells in fidelity_rows(after, before)),
+        "",
+    ]
+
+
+def evaluation(found: Report, name: str) -> str:
+    """What ``kvcal evaluate`` measured on a checkpoint."""
+    tokens = f"{found['fidelity']['tokens']:,} held-out tokens."
+    return "\n".join([f"# Fidelity of {name}", "", *fidelity_lines(found), tokens, ""])
+
+
+def _stage_lines(report: Report) -> list[str]:
+    return [
+        f"| {' | '.join(stage_report.HEADINGS)} |",
+        "|---|---:|---:|---:|---:|",
+        *(f"| {' | '.join(row)} |" for row in stage_report.rows(report)),
+        "",
+        f"{stage_report.note(report)} Device map: {report['memory']['device_map']}.",
         "",
     ]
 

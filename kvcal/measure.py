@@ -15,7 +15,6 @@ from kvcal import (
     data,
     evaluate,
     folding,
-    manifest,
     memory,
     mixed,
     objectives,
@@ -57,7 +56,6 @@ class Job:
     text: data.TokenSet
     held_out: data.TokenSet
     narrator: Narrator
-    clock: manifest.Clock
     digest: str
     state: resume.State | None = None
     memory: dict[str, Any] = field(default_factory=dict)
@@ -145,9 +143,17 @@ def fold(job: Job) -> Folds:
     warning = key_hadamard.warning(statistics) if plan.format.rotated else None
     if warning is not None:
         job.narrator.notice(warning)
-    with job.narrator.bar("choose folds", judging.tokens * folding.rounds(plan)) as on_tokens:
+    with job.narrator.stage("choose folds", judging.tokens * folding.rounds(plan)) as on_tokens:
         choice = folding.choose(model, plan, statistics, shaping, judging, on_tokens=on_tokens)
-    job.clock.lap("choose folds")
+    with job.narrator.stage("prove folds"):
+        found, weights, sample, expected = _proven(job, choice)
+    folds = Folding(spec, choice.transforms)
+    return Folds(choice, folds, found, weights, statistics, sample.cpu(), expected.cpu())
+
+
+def _proven(job: Job, choice: folding.Choice) -> tuple[Proof, Weights, torch.Tensor, torch.Tensor]:
+    """Also the folded weights, and a sample ``(1, tokens)`` with the original's logits for it."""
+    model, spec = job.model, job.plan.model
     errors = proof.block_errors(model, spec, choice.transforms)
     proof.require_exact(errors)
     stored = getattr(torch, spec.dtype)
@@ -162,9 +168,7 @@ def fold(job: Job) -> Folds:
         rounding_kl=_kl(model, sample, folded, again),
         tokens=sample.shape[1],
     )
-    job.clock.lap("prove folds")
-    folds = Folding(spec, choice.transforms)
-    return Folds(choice, folds, found, weights, statistics, sample.cpu(), expected.cpu())
+    return found, weights, sample, expected
 
 
 def measure(job: Job, folds: Folds | None) -> Outcome:
@@ -181,14 +185,13 @@ def measure(job: Job, folds: Folds | None) -> Outcome:
         if folds is not None:
             name, digest = "calibrate folded", folds.choice.transforms.digest
         statistics = _statistics(job, name, text, digest)
-        cache = cache_of(job.plan, statistics, job.model)
+        with job.narrator.stage("scales"):
+            cache = cache_of(job.plan, statistics, job.model)
         if wanted is not None:
             choice = mixed.choose(job.model, job.plan, cache, judging, job.narrator)
             job.plan = dataclasses.replace(job.plan, skipped_layers=choice.skipped)
             cache = dataclasses.replace(cache, skipped=choice.skipped)
-            job.clock.lap("sensitivity")
         validation = validated(job.model, cache, job.held_out, job.narrator)
-    job.clock.lap("validate")
     caches = {"after": (cache, weights)}
     if folds is not None:
         caches["before"] = (cache_of(job.plan, folds.statistics, job.model), nullcontext)
@@ -221,7 +224,7 @@ def validated(model: Any, cache: QuantizedCache, held_out: data.TokenSet, narrat
         narrator.notice(f"attention error is that of {len(few.samples)} shorter samples; images are not cut")
     elif few.tokens < sum(map(len, held_out.samples[:VALIDATION_SAMPLES])):
         narrator.notice(f"attention error is that of the first {VALIDATION_TOKENS:,} tokens of a sample")
-    with narrator.bar("validate", few.tokens) as on_tokens:
+    with narrator.stage("validate", few.tokens) as on_tokens:
         return validate.validate(model, cache, few, on_tokens=on_tokens)
 
 
@@ -234,14 +237,12 @@ def _statistics(job: Job, name: str, text: data.TokenSet, weights: str) -> Stati
         job.narrator.say(f"{name}: going on after {state.parts} batches")
     with (
         memory.watched(name, job.model, expected, job.memory, job.narrator.say),
-        job.narrator.bar(name, text.tokens) as on_tokens,
+        job.narrator.stage(name, text.tokens) as on_tokens,
         bundle.translated_os_errors(state.path.parent) if state else nullcontext(),
     ):
-        found = calibrate.calibrate(
+        return calibrate.calibrate(
             job.model, job.plan, text, on_tokens=on_tokens, collect=collect, state=state
         )
-    job.clock.lap(name)
-    return found
 
 
 def cache_of(plan: Plan, statistics: Statistics, model: Any) -> QuantizedCache:
@@ -263,11 +264,9 @@ def _evaluations(job: Job, caches: dict[str, tuple[QuantizedCache, Weights]]) ->
     expected = memory.estimate(job.model, job.plan.model, text, batch_size, variants=runs)
     with (
         memory.watched("evaluate", job.model, expected, job.memory, job.narrator.say),
-        job.narrator.bar("evaluate", text.tokens) as on_tokens,
+        job.narrator.stage("evaluate", text.tokens) as on_tokens,
     ):
-        found = evaluate.evaluations(job.model, caches, batch_size, text, on_tokens=on_tokens)
-    job.clock.lap("evaluate")
-    return found
+        return evaluate.evaluations(job.model, caches, batch_size, text, on_tokens=on_tokens)
 
 
 @torch.inference_mode()

@@ -9,7 +9,6 @@ states of images is left out.
 from __future__ import annotations
 
 import resource
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvcal import histogram, models
+from kvcal import histogram, models, peaks
 from kvcal.arch import LayerSpec, ModelSpec
 from kvcal.data import Batch, TokenSet
 from kvcal.layerwise import Layerwise
@@ -120,8 +119,7 @@ def watched(
     """Say what is expected before, and record it with the measured peak after."""
     device = models.device_of(model)
     say(f"{name}: expects {device} memory of {expected}")
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    peaks.restart()
     yield
     measured = peak(device)
     record[name] = {
@@ -144,11 +142,10 @@ def in_use(device: torch.device) -> int:
 
 
 def peak(device: torch.device) -> int:
-    """The most that was in use: on a GPU since it was reset, on a CPU since the process began."""
+    """The most that was in use since :func:`kvcal.peaks.restart`, or on some CPUs since the process began."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    return peaks.host()
 
 
 def _comes_and_goes(model: Any) -> bool:

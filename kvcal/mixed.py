@@ -75,7 +75,7 @@ def choose(model: Any, plan: Plan, cache: QuantizedCache, judging: TokenSet, nar
     groups = sensitivity.items(plan.layers, ("kv",), options=1, bound=wanted.passes)
     batch_size, with_query = plan.recipe.evaluation.batch_size, plan.format.rounds_query
     candidates = {plan.format.name: cache}
-    with narrator.bar("sensitivity", judging.tokens) as on_tokens:
+    with narrator.stage("sensitivity", judging.tokens) as on_tokens:
         measured = sensitivity.measure(
             model, groups, candidates, batch_size, judging, with_query=with_query, on_tokens=on_tokens
         )
@@ -89,19 +89,21 @@ def choose(model: Any, plan: Plan, cache: QuantizedCache, judging: TokenSet, nar
         return kl_over(_skipped(assignment))
 
     options, shares = _options(plan, kls), sensitivity.shares(groups, plan.layers, plan.model.max_context)
-    if wanted.max_kl is not None:
-        found, kl_mean = allocate.measured_within_kl(options, shares, wanted.max_kl, whole)
-    else:
-        assert wanted.bits_budget is not None
-        found = allocate.within_bits(options, shares, wanted.bits_budget)
-        kl_mean = whole(found)
+    with narrator.stage("choose layers"):
+        if wanted.max_kl is not None:
+            found, kl_mean = allocate.measured_within_kl(options, shares, wanted.max_kl, whole)
+        else:
+            assert wanted.bits_budget is not None
+            found = allocate.within_bits(options, shares, wanted.bits_budget)
+            kl_mean = whole(found)
+        kl_mean_all = kl_over(())
     return Mixture(
         groups=[
             Group(item.layers, kls[item], option.name == _SKIPPED) for item, option in found.options.items()
         ],
         kl_sum=sum(kls[item] for item, option in found.options.items() if option.name != _SKIPPED),
         kl_mean=kl_mean,
-        kl_mean_all=kl_over(()),
+        kl_mean_all=kl_mean_all,
         tokens=judging.tokens,
     )
 

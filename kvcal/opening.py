@@ -162,6 +162,8 @@ def quiet_libraries() -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_default_handler()  # errors go where those of other libraries go
+    transformers_logging.enable_propagation()
     transformers_logging.disable_progress_bar()
     logging.getLogger("accelerate").setLevel(logging.ERROR)
 
@@ -222,8 +224,9 @@ def reopen(
         ModelError: also for scales of other layers than its config announces.
     """
     cache = _written_cache(folder, resolved)
-    tokenizer = models.load_tokenizer(folder, request.trust)
-    model = load(folder, resolved, request.placement, request, narrator)
+    with narrator.stage("load"):
+        tokenizer = models.load_tokenizer(folder, request.trust)
+        model = load(folder, resolved, request.placement, request, narrator)
     return model, cache, tokenizer
 
 

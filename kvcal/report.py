@@ -60,7 +60,7 @@ def build(
             {"name": g.name, "limit": g.limit, "value": g.value, "passed": g.passed, "text": str(g)}
             for g in gates
         ],
-        "checks": [{"rule": f.rule, "ok": f.ok, "message": f.message} for f in findings],
+        "checks": check_rows(findings),
         "deliver": plan.deliver,
         **fidelity_document(outcome.evaluation),
         "folds": _folds(folds, outcome),
@@ -83,6 +83,11 @@ def build(
         "before_serving": before_serving,
         "serve": shlex.join(serve),
     }
+
+
+def check_rows(findings: Sequence[Finding]) -> list[Report]:
+    """Rules of a loader contract."""
+    return [{"rule": f.rule, "ok": f.ok, "message": f.message} for f in findings]
 
 
 def _folds(folds: Folds | None, outcome: Outcome) -> Report | None:

@@ -85,27 +85,26 @@ def _calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) -> 
     ):
         plan_document = report.plan_document(resolved, source.name)
         report.print_plan(narrator.console, plan_document)
-        clock = manifest.Clock()
-        source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
-        named = bundle.base_weight_map(source.folder)
-        resolved = replace(resolved, model=models.as_stored(resolved.model, named))
-        bundle.require_absent(source.folder, named, naming.tensor_names(resolved))  # before the work
-        if recipe.weights is not None:
-            weights.refuse(source.folder, recipe.weights.scheme, resolved.model)
-        tokenizer = models.load_tokenizer(source.folder, request.trust)
-        processor = opening.processor_of(source.folder, request)
-        text = opening.calibration_text(resolved, tokenizer, processor, narrator)
-        held_out = opening.held_out_text(resolved, tokenizer, processor, narrator)
-        distributed.meet("rank 0 is ready")
-        agreed = run_ranks.agree(
-            source.folder, resolved, text, held_out, where, request, narrator, stage.destination
-        )
-        within.enter_context(agreed.state.explained())
-        # No other name for the model: the job must be able to let go of it.
-        loaded = opening.load(source.folder, resolved, where, request, narrator)
-        job = measure.Job(resolved, loaded, text, held_out, narrator, clock, agreed.digest, agreed.state)
-        del loaded
-        clock.lap("load")
+        with narrator.stage("load"):
+            source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
+            named = bundle.base_weight_map(source.folder)
+            resolved = replace(resolved, model=models.as_stored(resolved.model, named))
+            bundle.require_absent(source.folder, named, naming.tensor_names(resolved))  # before the work
+            if recipe.weights is not None:
+                weights.refuse(source.folder, recipe.weights.scheme, resolved.model)
+            tokenizer = models.load_tokenizer(source.folder, request.trust)
+            processor = opening.processor_of(source.folder, request)
+            text = opening.calibration_text(resolved, tokenizer, processor, narrator)
+            held_out = opening.held_out_text(resolved, tokenizer, processor, narrator)
+            distributed.meet("rank 0 is ready")
+            agreed = run_ranks.agree(
+                source.folder, resolved, text, held_out, where, request, narrator, stage.destination
+            )
+            within.enter_context(agreed.state.explained())
+            # No other name for the model: the job must be able to let go of it.
+            loaded = opening.load(source.folder, resolved, where, request, narrator)
+            job = measure.Job(resolved, loaded, text, held_out, narrator, agreed.digest, agreed.state)
+            del loaded
         folds = measure.fold(job) if resolved.folds else None
         base, onto_base = source.folder, folds
         if recipe.weights is not None:
@@ -118,31 +117,34 @@ def _calibrate(request: Request, recipe: recipes.Recipe, narrator: Narrator) -> 
         results = gates.apply(recipe.gates, outcome.evaluation.cache, outcome.validation.worst[1])
         with bundle.translated_os_errors(stage.destination):
             base_config = sources.read_config(base).get("quantization_config")
-            written = targets.of(resolved).to_bundle(outcome.cache.scales, resolved, base_config)
-            if written.alone is not None:  # the model itself, as it was, for evaluation of the folder
-                bundle.write(bundle.Bundle({}, None), base, stage.folder)
-            bundle.write(onto_base.folding.onto(written) if onto_base else written, base, stage.folder)
+            with narrator.stage("export"):
+                written = targets.of(resolved).to_bundle(outcome.cache.scales, resolved, base_config)
+                if written.alone is not None:  # the model itself, as it was, for evaluation of the folder
+                    bundle.write(bundle.Bundle({}, None), base, stage.folder)
+                bundle.write(onto_base.folding.onto(written) if onto_base else written, base, stage.folder)
             if onto_base is not None:
                 job.forget_model()  # the written one is loaded now, and two may not fit
                 onto_base = folds = onto_base.without_weights()
-                folds = measure.prove_written(
-                    onto_base, opening.load(stage.folder, resolved, where, request, narrator)
-                )
+                with narrator.stage("prove export"):
+                    folds = measure.prove_written(
+                        onto_base, opening.load(stage.folder, resolved, where, request, narrator)
+                    )
             if folds is not None:
                 folds.folding.save(stage.records)
             (stage.records / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-            findings = check.check(stage.folder, recipe.engine)
-            clock.lap("export and check")
+            with narrator.stage("check"):
+                findings = check.check(stage.folder, recipe.engine)
             out = str(stage.destination)
             serve, before = targets.serve_command(out, resolved), targets.before_serving(out, resolved)
             document = report.build(resolved, outcome, folds, results, findings, serve, before)
             document["memory"] = {"device_map": compute["device_map"], "passes": job.memory}
+            document["stages"] = narrator.stages
             folded = onto_base.folding.tensors if onto_base else ()
             outcome.statistics.save(stage.records / "statistics.safetensors")
             if resolved.granularity is not None and outcome.cache.scales is not None:
                 outcome.cache.scales.save(stage.records / "scales.safetensors")
             bundle.write_json(stage.records / "plan.json", plan_document)
-            record = manifest.build(source, resolved, compute, text, held_out, clock.laps)
+            record = manifest.build(source, resolved, compute, text, held_out, narrator.stages)
             record["model"]["sha256"] = job.digest
             record["processes"] = distributed.place().size
             record["memory"] = job.memory
@@ -188,26 +190,34 @@ def _quantize_weights(
         if folds is not None:
             folds = folds.without_weights()
             plain = stage.beside("folded")
-            bundle.write(folds.folding.onto(bundle.Bundle({}, None)), base, plain)
-            folds = measure.prove_written(folds, opening.load(plain, job.plan, where, request, job.narrator))
+            with job.narrator.stage("prove export"):
+                bundle.write(folds.folding.onto(bundle.Bundle({}, None)), base, plain)
+                written = opening.load(plain, job.plan, where, request, job.narrator)
+                folds = measure.prove_written(folds, written)
+                del written
             base = plain
         job.narrator.say(f"quantizing the weights: {scheme}")
         target = stage.beside("quantized")
-        weights.quantize(base, target, scheme, job.text, spec, trust=request.trust, say=job.narrator.notice)
-    job.clock.lap("quantize weights")
+        with job.narrator.stage("quantize weights"):
+            say = job.narrator.notice
+            weights.quantize(base, target, scheme, job.text, spec, trust=request.trust, say=say)
     job.digest = models.digest(target)
     quantized = models.described(target)
     # The KV part of the plan stays as it was; folds are in the weights already.
     job.plan = replace(job.plan, model=replace(quantized, dtype=spec.dtype))
-    job.model = opening.load(target, job.plan, where, request, job.narrator)
+    with job.narrator.stage("load"):
+        job.model = opening.load(target, job.plan, where, request, job.narrator)
     return target, folds
 
 
-def run_unfold(folder: Path, output: Path, *, overwrite: bool, rounded: bool) -> unfold.Unfolded:
+def run_unfold(
+    folder: Path, output: Path, narrator: Narrator, *, overwrite: bool, rounded: bool
+) -> unfold.Unfolded:
     """Write the checkpoint that a folded one was made from."""
     with (
         bundle.staging(output, overwrite=overwrite, base=folder) as stage,
         bundle.translated_os_errors(output),
+        narrator.stage("unfold"),
     ):
         found = unfold.unfold(folder, stage.folder, rounded=rounded)
         stage.records.rmdir()  # what is written is no outcome of a calibration
@@ -223,7 +233,8 @@ def run_check(
         asked = ", ".join(each.name for each in engines.ENGINES if each.answers_live)
         raise UsageError(f"--live cannot start {engine}; it can start {asked}")
     python = live_engine.engine_python(engine_python) if live else None
-    findings = check.check(folder, engine)
+    with narrator.stage("check"):
+        findings = check.check(folder, engine)
     if python is None:
         return findings
     if not all(f.ok for f in findings):
@@ -232,16 +243,17 @@ def run_check(
     opening.quiet_libraries()
     model, written, announced = check.scales_of(folder, engine)
     narrator.say("starting the engine; this takes about a minute")
-    result = check_live.check_live(
-        folder,
-        written,
-        {layer.index: engines.get(engine).module_held(model, layer) for layer in model.layers},
-        python,
-        LIVE_PROMPTS,
-        LIVE_NEW_TOKENS,
-        announced=announced,
-        scales_over="fp8" if engines.get(engine).forgets_over_16_bits else None,
-    )
+    with narrator.stage("check live"):
+        result = check_live.check_live(
+            folder,
+            written,
+            {layer.index: engines.get(engine).module_held(model, layer) for layer in model.layers},
+            python,
+            LIVE_PROMPTS,
+            LIVE_NEW_TOKENS,
+            announced=announced,
+            scales_over="fp8" if engines.get(engine).forgets_over_16_bits else None,
+        )
     return findings + _live_findings(result, announced)
 
 
@@ -292,7 +304,7 @@ def run_evaluate(
     model, cache, tokenizer = opening.reopen(folder, resolved, request, narrator)
     processor = opening.processor_of(folder, request)
     held_out = opening.held_out_text(resolved, tokenizer, processor, narrator)
-    with narrator.bar("evaluate", held_out.tokens) as on_tokens:
+    with narrator.stage("evaluate", held_out.tokens) as on_tokens:
         return evaluate.evaluate(model, resolved, cache, held_out, on_tokens=on_tokens)
 
 
@@ -301,21 +313,21 @@ def run_bench_capture(
 ) -> list[bench.Overhead]:
     """What collecting statistics costs beside a plain forward pass."""
     model, resolved, text = _open(request, recipe, narrator)
-    with narrator.bar("bench", text.tokens * pairs * 6) as on_tokens:
+    with narrator.stage("bench capture", text.tokens * pairs * 6) as on_tokens:
         return bench.capture_overhead(model, resolved, text, pairs, on_tokens)
 
 
 def run_bench_rules(request: Request, recipe: recipes.Recipe, narrator: Narrator) -> list[bench.RuleRow]:
     """How scale rules compare, on calibration text alone."""
     model, resolved, text = _open(request, recipe, narrator)
-    with narrator.bar("bench", text.tokens // 2 * (1 + len(bench.RULES))) as on_tokens:
+    with narrator.stage("bench rules", text.tokens // 2 * (1 + len(bench.RULES))) as on_tokens:
         return bench.scale_rules(model, resolved, text, on_tokens)
 
 
 def run_bench_folds(request: Request, recipe: recipes.Recipe, narrator: Narrator) -> list[bench.FoldRow]:
     """What each transform is worth on its own, on calibration text alone."""
     model, resolved, text = _open(request, recipe, narrator)
-    with narrator.bar("bench", text.tokens) as on_tokens:
+    with narrator.stage("bench folds", text.tokens) as on_tokens:
         return bench.folds(model, resolved, text, on_tokens, narrator.notice)
 
 
@@ -324,7 +336,7 @@ def run_bench_objectives(
 ) -> list[bench.ObjectiveRow]:
     """How ways to choose a static range compare, on calibration text alone."""
     model, resolved, text = _open(request, recipe, narrator)
-    with narrator.bar("bench", text.tokens) as on_tokens:
+    with narrator.stage("bench objectives", text.tokens) as on_tokens:
         return bench.static_objectives(model, resolved, text, names, on_tokens)
 
 
@@ -333,7 +345,7 @@ def run_bench_reduction(
 ) -> list[bench.ReductionRow]:
     """What an engine's coarser scales cost, on calibration text alone."""
     model, resolved, text = _open(request, recipe, narrator)
-    with narrator.bar("bench", text.tokens) as on_tokens:
+    with narrator.stage("bench reduction", text.tokens) as on_tokens:
         return bench.scale_reductions(model, resolved, text, on_tokens)
 
 
@@ -344,7 +356,7 @@ def run_bench_phase(
     model, resolved, text = _open(request, recipe, narrator, latents=True)
     phase.refuse(resolved.layers, resolved.format)
     setting, judging = folding.split(text, len(text.samples) // 2)
-    with narrator.bar("bench", setting.tokens + judging.tokens) as on_tokens:
+    with narrator.stage("bench phase", setting.tokens + judging.tokens) as on_tokens:
         collect = scales.collect(resolved)
         seen = calibrate.calibrate(model, resolved, setting, on_tokens=on_tokens, collect=collect)
         cache = measure.cache_of(resolved, seen, model)
@@ -357,7 +369,8 @@ def run_bench_attention(
 ) -> decode.Measurement:
     """Decode attention of every format beside others' kernels; files in ``output``."""
     chosen = [decode.Shape.parse(text) for text in shapes] or decode.SHAPES
-    found = decode.measure(chosen, names, repeats, say=narrator.say)
+    with narrator.stage("bench attention", len(chosen), "shapes") as on_shapes:
+        found = decode.measure(chosen, names, repeats, on_shapes=on_shapes)
     if output is not None:
         attention_report.write(found, output)
         narrator.say(f"wrote attention.json, attention.md and attention.png to {output}")
@@ -376,11 +389,13 @@ def _open(
         raise PlanRefused(
             [f"{resolved.model.model_type} caches a latent; this benchmark is about K and V of heads"]
         )
-    source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
-    tokenizer = models.load_tokenizer(source.folder, request.trust)
-    processor = opening.processor_of(source.folder, request)
-    text = opening.calibration_text(resolved, tokenizer, processor, narrator)
-    return opening.load(source.folder, resolved, where, request, narrator), resolved, text
+    with narrator.stage("load"):
+        source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
+        tokenizer = models.load_tokenizer(source.folder, request.trust)
+        processor = opening.processor_of(source.folder, request)
+        text = opening.calibration_text(resolved, tokenizer, processor, narrator)
+        model = opening.load(source.folder, resolved, where, request, narrator)
+    return model, resolved, text
 
 
 def _default_output(source: sources.Source, resolved: plan.Plan) -> Path:

@@ -49,21 +49,19 @@ def run_compare(
     tried = trial.resolve(recipe, preflight.spec(source.config()), wanted, candidates, skip=not names)
     for notice in tried.notices:
         narrator.notice(notice)
-    clock = manifest.Clock()
-    source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
-    tokenizer = models.load_tokenizer(source.folder, request.trust)
-    processor = opening.processor_of(source.folder, request)
-    text = opening.calibration_text(tried, tokenizer, processor, narrator)
-    held_out = opening.held_out_text(tried, tokenizer, processor, narrator)
-    # Windows in 16 bits and K before RoPE are known for whole samples only.
-    text, held_out = replace(text, chunk=None), replace(held_out, chunk=None)
-    model = opening.load(source.folder, tried, where, request, narrator)
-    clock.lap("load")
+    with narrator.stage("load"):
+        source = sources.locate(request.model, request.revision, weights=True, say=narrator.say)
+        tokenizer = models.load_tokenizer(source.folder, request.trust)
+        processor = opening.processor_of(source.folder, request)
+        text = opening.calibration_text(tried, tokenizer, processor, narrator)
+        held_out = opening.held_out_text(tried, tokenizer, processor, narrator)
+        # Windows in 16 bits and K before RoPE are known for whole samples only.
+        text, held_out = replace(text, chunk=None), replace(held_out, chunk=None)
+        model = opening.load(source.folder, tried, where, request, narrator)
     mixed = [s.mixed.samples for s in wanted.values() if s.mixed is not None]
     setting, judging = folding.split(text, max(mixed)) if mixed else (text, text)
     rows = comparison.compare(Comparison(tried, model, setting, judging, held_out, narrator))
-    clock.lap("compare")
-    record = manifest.build(source, tried, manifest.compute_of(model), text, held_out, clock.laps)
+    record = manifest.build(source, tried, manifest.compute_of(model), text, held_out, narrator.stages)
     document = comparison_report.document(tried, rows, _gates(recipe, rows), record)
     if request.output is not None:
         _write(request.output, rows, document)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvcal import check, engines, manifest, mixed, models, opening, plan, report, scales
+from kvcal import check, engines, export_report, manifest, mixed, models, opening, plan, report, scales
 from kvcal.engine_spec import EngineSpec
 from kvcal.errors import ModelError, PlanRefused
 from kvcal.export import bundle, modelopt, targets
+from kvcal.progress import Narrator
 from kvcal.records import EXPORT
 
 # Records of the calibration itself; the rest is about the engine and is written anew.
@@ -18,8 +19,6 @@ _KEPT = (
     "statistics.safetensors",
     "manifest.json",
     manifest.SAMPLES,
-    "report.json",
-    "report.md",
     mixed.RECORD,
     "folds.json",
     "folds.safetensors",
@@ -55,7 +54,13 @@ class Exported:
 
 
 def run_export(
-    folder: Path, engine_name: str, output: Path | None, *, overwrite: bool, base: Path | None = None
+    folder: Path,
+    engine_name: str,
+    output: Path | None,
+    narrator: Narrator,
+    *,
+    overwrite: bool,
+    base: Path | None = None,
 ) -> Exported:
     """Write what ``folder`` holds in the form of another engine.
 
@@ -87,6 +92,7 @@ def run_export(
     with (
         bundle.staging(destination, overwrite=overwrite, base=weights) as stage,
         bundle.translated_os_errors(destination),
+        narrator.stage("export"),
     ):
         section = opening.base_quantization(weights)
         written = targets.of(resolved).to_bundle(found, resolved, section)
@@ -105,8 +111,11 @@ def run_export(
             serve=targets.serve_command(str(destination), resolved),
             notices=_notices(engine, resolved, base),
         )
-        check.require(stage.folder, engine.name)
-        bundle.write_json(stage.records / EXPORT, vars(result) | {"from": was.engine.name})
+        findings = check.require(stage.folder, engine.name)
+        record = vars(result) | {"from": was.engine.name}
+        bundle.write_json(stage.records / EXPORT, record)
+        if (folder / bundle.RECORDS / "report.json").is_file():  # a merged calibration has none
+            export_report.write(folder, stage, resolved, found, findings, record)
         stage.commit()
     return result
 

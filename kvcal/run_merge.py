@@ -81,20 +81,23 @@ def run_merge(folders: Sequence[Path], output: Path | None, narrator: Narrator, 
     """
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
         raise UsageError("merge takes two or more different runs")
-    runs = [_read(folder) for folder in folders]
+    with narrator.stage("read"):
+        runs = [_read(folder) for folder in folders]
     reasons = [why for run in runs for why in _unmergeable(run)]
     reasons += [why for other in runs[1:] for why in _differences(runs[0], other)]
     reasons += [why for pair in itertools.combinations(runs, 2) for why in _counted_twice(*pair)]
     if reasons:
         raise PlanRefused(reasons)
     first = runs[0]
-    statistics = reduce(Statistics.merge, (run.statistics for run in runs))
-    statistics.require_sound()
-    found = scales.compute(statistics, first.plan, value_weights=_value_weights(first, narrator))
+    with narrator.stage("scales"):
+        statistics = reduce(Statistics.merge, (run.statistics for run in runs))
+        statistics.require_sound()
+        found = scales.compute(statistics, first.plan, value_weights=_value_weights(first, narrator))
     destination = output or first.folder.with_name(f"{first.folder.resolve().name}-merged")
     with (
         bundle.staging(destination, overwrite=overwrite, base=first.folder) as stage,
         bundle.translated_os_errors(destination),
+        narrator.stage("export"),
     ):
         base = opening.base_quantization(first.folder)
         written = targets.of(first.plan).to_bundle(found, first.plan, base)

@@ -87,8 +87,7 @@ def follow(request: Request, recipe: Recipe) -> None:
     agreed = agree(source.folder, plan, text, held_out, where, request, narrator)
     with agreed.state.explained():
         loaded = opening.load(source.folder, plan, where, request, narrator)
-        clock = manifest.Clock()
-        job = measure.Job(plan, loaded, text, held_out, narrator, clock, agreed.digest, agreed.state)
+        job = measure.Job(plan, loaded, text, held_out, narrator, agreed.digest, agreed.state)
         measure.measure(job, measure.fold(job) if plan.folds else None)
         job.forget_model()
         distributed.meet("written")

@@ -58,7 +58,6 @@ def run_suite(
     chosen = suite.resolve(context=resolved.model.max_context, **wanted)
     model, cache, tokenizer = opening.reopen(folder, resolved, request, narrator)
     wanted_text = resolved.recipe.evaluation
-    clock = manifest.Clock()
     chunk = wanted_text.chunk
     runner = Runner(
         model,
@@ -74,12 +73,11 @@ def run_suite(
             raise UsageError(
                 "--suite continues text alone, and the held-out rows have images; give --dataset with text"
             )
-        with narrator.bar("evaluate", held_out.tokens) as on_tokens:
+        with narrator.stage("evaluate", held_out.tokens) as on_tokens:
             text = evaluate.evaluate(model, resolved, cache, held_out, on_tokens=on_tokens)
-        clock.lap("evaluate")
         samples = held_out.samples[: chosen.continuations]
         prompts = [sample[: min(_PROMPT_TOKENS, len(sample) // 2)] for sample in samples]
-        with narrator.bar("continue", sum(map(len, prompts))) as on_tokens:
+        with narrator.stage("continue", sum(map(len, prompts))) as on_tokens:
             continued = continuations.measure(
                 model,
                 runner.reference,
@@ -90,11 +88,9 @@ def run_suite(
                 chosen.seed,
                 on_tokens=on_tokens,
             )
-        clock.lap("continue")
-    with narrator.bar("retrieve", chosen.tokens) as on_tokens:
+    with narrator.stage("retrieve", chosen.tokens) as on_tokens:
         grid, rows = suite.needles(chosen, runner, on_tokens=on_tokens)
         rows += suite.others(chosen, runner, narrator.notice, on_tokens=on_tokens)
-    clock.lap("retrieve")
     record = {
         "format": resolved.format.name,
         "scaling": resolved.scaling,
@@ -102,7 +98,7 @@ def run_suite(
         "round_query": round_query,
         "chunk": chunk,
         "compute": manifest.compute_of(model),
-        "seconds": clock.laps,
+        "stages": narrator.stages,
         "versions": manifest.versions(),
         "machine": manifest.machine(),
     }

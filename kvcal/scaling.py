@@ -83,13 +83,21 @@ def run_bench_scaling(
         )
     seconds: dict[int, list[float]] = {count: [] for count in processes}
     found: dict[int, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="kvcal-scaling-") as scratch:
+    with (
+        narrator.stage("bench scaling", repeats * len(processes), "starts") as on_starts,
+        tempfile.TemporaryDirectory(prefix="kvcal-scaling-") as scratch,
+    ):
         for repeat in range(repeats):
             for count in processes:
-                narrator.say(f"{count} process{'es' if count > 1 else ''}, start {repeat + 1} of {repeats}")
                 folder = Path(scratch) / str(count)
                 found[count] = _start(request, recipe, count, passes, folder)
                 seconds[count] += found[count]["seconds"]
+                each = ", ".join(f"{found[count]['tokens'] / s:,.0f}" for s in found[count]["seconds"])
+                narrator.say(
+                    f"{count} process{'es' if count > 1 else ''}, start {repeat + 1} of {repeats}: {each}"
+                    " tokens/s"
+                )
+                on_starts(1)
         statistics = {count: Statistics.load(Path(scratch) / f"{count}.safetensors") for count in processes}
     first = processes[0]
     speeds = {count: [found[count]["tokens"] / each for each in seconds[count]] for count in processes}
@@ -146,12 +154,22 @@ def _start(request: Request, recipe: recipes.Recipe, count: int, passes: int, fo
     done = subprocess.run(
         [*command, "-m", "kvcal.scaling"],
         env=os.environ | {_SPEC: json.dumps(document), "OMP_NUM_THREADS": _threads(count)},
-        stdout=sys.stderr,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
         check=False,
     )
     if done.returncode != 0:
-        raise RankFailed(f"{count} processes failed, what they said stands above")
+        raise RankFailed(f"{count} processes failed: {_why(done.stdout)}")
     return json.loads(folder.with_suffix(".json").read_text(encoding="utf-8"))
+
+
+def _why(said: str) -> str:
+    """What ranks called an error, or else the last that was said; torchrun adds words of its own."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return "; ".join(dict.fromkeys(errors)) or (lines[-1] if lines else "they said nothing")
 
 
 def _threads(count: int) -> str:
@@ -165,7 +183,6 @@ def _rank() -> None:
     request = Request(wanted["model"], device=wanted["device"])
     opening.quiet_libraries()
     with distributed.joined() as here:
-        narrator = Narrator() if here.leads else Narrator.silent()
         where = distributed.placed(request.placement)
         recipe = recipes.parse_text(wanted["recipe"], "the benchmark")
         resolved, source = preflight.resolve(request.model, None, recipe, Narrator.silent())
@@ -185,7 +202,6 @@ def _rank() -> None:
         for _ in range(wanted["passes"]):
             mine, found = once()
             seconds.append(max(distributed.gathered("seconds", mine)))
-            narrator.say(f"  {text.tokens:,} tokens, {text.tokens / seconds[-1]:,.0f} tokens/s")
         if here.leads:
             output = Path(wanted["output"])
             found.save(output.with_suffix(".safetensors"))

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcal import report
+from kvcal.markdown import fidelity_lines
 
 if TYPE_CHECKING:
     from kvcal.continuations import Continuations
@@ -68,21 +69,43 @@ def print_suite(console: Console, found: Document) -> None:
         _print_areas(console, found["areas"])
 
 
+def markdown(found: Document, name: str) -> str:
+    """The same for a pull request; ``name`` is the checkpoint's."""
+    headings = ("task", "tokens", "prompts", "16-bit", "quantized", "difference, 95 %", "p")
+    text, continued = found["text"], found["continuations"]
+    lines = [
+        f"# Suite {found['suite']} on {name}",
+        "",
+        *(fidelity_lines(text) if text else ()),
+        *([f"On its {_continued(continued)}.", ""] if continued else ()),
+        f"| {' | '.join(headings)} |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+        *(f"| {' | '.join(_task_cells(row))} |" for row in found["tasks"]),
+        "",
+        *(f"Cannot do it: {note}." for note in _why_not(found["tasks"])),
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def _print_continuations(console: Console, found: Document) -> None:
-    low, high = found["kl_low"], found["kl_high"]
-    interval = "" if low is None else f" ({report.nats(low)} to {report.nats(high)})"
+    console.print(_continued(found), highlight=False)
     earliest = min((at for at in found["divergence"] if at is not None), default=None)
-    console.print(
-        f"own greedy text, {found['tokens']:,} tokens behind {found['prompts']} prompts:"
-        f" KL {report.nats(found['kl_mean'])}{interval},"
-        f" top-1 {100 * found['top1_agreement']:.2f} %; the 16-bit cache, run in chunks,"
-        f" {100 * found['reference_agreement']:.2f} %",
-        highlight=False,
-    )
     console.print(
         f"text becomes another one in {found['diverged']} of {found['prompts']}"
         + ("" if earliest is None else f", at the earliest with token {earliest + 1}"),
         highlight=False,
+    )
+
+
+def _continued(found: Document) -> str:
+    low, high = found["kl_low"], found["kl_high"]
+    interval = "" if low is None else f" ({report.nats(low)} to {report.nats(high)})"
+    return (
+        f"own greedy text, {found['tokens']:,} tokens behind {found['prompts']} prompts:"
+        f" KL {report.nats(found['kl_mean'])}{interval},"
+        f" top-1 {100 * found['top1_agreement']:.2f} %; the 16-bit cache, run in chunks,"
+        f" {100 * found['reference_agreement']:.2f} %"
     )
 
 
@@ -108,19 +131,25 @@ def _print_tasks(console: Console, rows: Sequence[Document]) -> None:
     for place, heading in enumerate(("task", "tokens", "n", "16-bit", "quantized", "difference, 95 %", "p")):
         table.add_column(heading, justify="right" if place else "left", no_wrap=True)
     for row in rows:
-        scores = (f"{row['reference']:.3f}", f"{row['quantized']:.3f}")
-        interval, p_value = "cannot do it", ""
-        if row["able"]:
-            interval = f"{row['low']:+.3f} to {row['high']:+.3f}"
-            p_value = f"{row['p_value']:.3f}"
         style = "dim" if not row["able"] else "bold red" if row["high"] < 0 else ""
-        table.add_row(
-            row["name"], f"{row['length']:,}", str(row["prompts"]), *scores, interval, p_value, style=style
-        )
+        table.add_row(*_task_cells(row), style=style)
     console.print(table)
-    notes = dict.fromkeys(row["note"] for row in rows if not row["able"])
-    for note in notes:
+    for note in _why_not(rows):
         console.print(f"cannot do it: {note}", highlight=False)
+
+
+def _task_cells(row: Document) -> tuple[str, ...]:
+    interval, p_value = "cannot do it", ""
+    if row["able"]:
+        interval = f"{row['low']:+.3f} to {row['high']:+.3f}"
+        p_value = f"{row['p_value']:.3f}"
+    scores = (f"{row['reference']:.3f}", f"{row['quantized']:.3f}")
+    return row["name"], f"{row['length']:,}", str(row["prompts"]), *scores, interval, p_value
+
+
+def _why_not(rows: Sequence[Document]) -> list[str]:
+    """Each reason once."""
+    return list(dict.fromkeys(row["note"] for row in rows if not row["able"]))
 
 
 def _print_areas(console: Console, areas: Document) -> None:

@@ -97,7 +97,7 @@ def main() -> None:
         recipe.Recipe().override({"calibration": settings}), arch.read(model.config.to_dict())
     )
     narrator = Narrator(Console(stderr=True))
-    with narrator.bar("bench", tokens.tokens * options.pairs * 6) as on_tokens:
+    with narrator.stage("bench capture", tokens.tokens * options.pairs * 6) as on_tokens:
         rows = bench.capture_overhead(model, resolved, tokens, options.pairs, on_tokens)
     document = {
         "device": torch.cuda.get_device_name(),

@@ -16,9 +16,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcal import ci_report, cli
+from kvcal import ci_report, cli, terminal
 from kvcal.ci_report import Case, Outcome
 from kvcal.errors import DataError, OutputError
+from kvcal.report import nats
 from tests import tiny
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -147,11 +148,59 @@ def strings(value: Any) -> list[str]:
     return [text for child in children for text in strings(child)]
 
 
-def test_snippets_of_the_readme_are_valid_and_their_commands_parse() -> None:
+def test_snippets_of_the_readme_are_valid_and_their_commands_parse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a log is opened before its command is judged
     snippets = [yaml.safe_load(text) for text in re.findall("```yaml\n(.*?)```", README, re.DOTALL)]
     lines = [text for snippet in snippets for text in strings(snippet) if text.startswith("kvcal ")]
     assert [line.split()[1] for line in lines] == 2 * ["calibrate", "check", "diff"]
     root: Any = typer.main.get_command(cli.app)
     for line in lines:
-        _, name, *arguments = shlex.split(line)
+        own, (name, *arguments) = terminal.of_program(shlex.split(line)[1:])
+        root.make_context("kvcal", [*own, name, *arguments])
         root.commands[name].make_context(name, arguments)
+
+
+def test_a_comparison_has_a_case_for_each_scheme_and_gate(
+    kvcal: Callable[..., Any], small: tuple[str, ...], llama_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "strict.yaml").write_text("gates: {kl_mean: 0.0, top1_agreement: 0.0}\nschemes: [fp8]")
+    line = ("compare", "--model", llama_folder, *small, "--schemes", "fp8,int8-per-head")
+    outcome = kvcal(*line, "--recipe", "strict.yaml", "--junit", "k.xml", "--summary", "s.md", "--json")
+    assert outcome.code == 5
+    counts, cases = parsed(tmp_path / "k.xml")
+    assert counts == {"tests": "4", "failures": "2", "errors": "0"}
+    for scheme in ("fp8", "int8-per-head"):
+        message = cases[f"kvcal.compare.{scheme}: kl_mean"].find("failure").get("message")
+        assert message.startswith(f"{scheme}: kl_mean is ")
+        assert cases[f"kvcal.compare.{scheme}: top1_agreement"].find("failure") is None
+    summary = (tmp_path / "s.md").read_text()
+    assert f"| {outcome.document['gates'][0]['text']} | **failed** |" in summary
+    assert "compare.png" not in summary  # which a summary could not show
+    plain = kvcal(*line, "--summary", "plain.md", "--output", "compared")
+    assert plain.code == 0
+    assert "gate" not in (tmp_path / "plain.md").read_text()
+    written = (tmp_path / "compared" / "compare.md").read_text()
+    assert written.replace("![KL against bits](compare.png)\n\n", "") == (tmp_path / "plain.md").read_text()
+
+
+def test_a_comparison_without_gates_has_no_cases(
+    kvcal: Callable[..., Any], llama_folder: Path, tmp_path: Path
+) -> None:
+    outcome = kvcal("compare", "--model", llama_folder, "--schemes", "fp8", "--junit", "k.xml")
+    assert outcome.code == 2
+    assert "--junit lists gates, and there are none" in outcome.stderr
+    assert not (tmp_path / "k.xml").exists()
+
+
+def test_an_evaluation_is_summed_up(kvcal: Callable[..., Any], exported: Path, tmp_path: Path) -> None:
+    found = kvcal("evaluate", exported, "--samples", "1", "--summary", "s.md", "--json").document["fidelity"]
+    summary = (tmp_path / "s.md").read_text()
+    assert f"# Fidelity of {exported}" in summary
+    assert f"| K and V | {nats(found['kl_mean'])} | {nats(found['kl_p99'])} |" in summary
+    assert f"{found['tokens']:,} held-out tokens." in summary
+    refused = kvcal("evaluate", exported, "--dataset", "no.txt", "--summary", "s.md")
+    assert refused.code == 4
+    assert (tmp_path / "s.md").read_text().startswith(summary)
+    assert "**kvcal evaluate ended with an error** (exit code 4)" in (tmp_path / "s.md").read_text()

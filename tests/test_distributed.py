@@ -108,7 +108,7 @@ def test_two_ranks_write_the_checkpoint_of_one(
     assert (second.stdout, second.stderr) == ("", "")
     document = json.loads(first.stdout)
     differing = {key for key in document if document[key] != alone.document[key]}
-    assert differing <= {"folder", "serve", "memory"}
+    assert differing <= {"folder", "serve", "memory", "stages"}
     for path in sorted((tmp_path / "one").rglob("*.safetensors")):
         tensors, others = load_file(path), load_file(tmp_path / "two" / path.relative_to(tmp_path / "one"))
         assert all(torch.equal(tensors[key], others[key]) for key in tensors.keys() | others.keys()), path
@@ -129,8 +129,10 @@ def same_statistics(one: Path, other: Path) -> bool:
 @pytest.fixture(scope="module")
 def uninterrupted(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    left = ranks.run(ranks.command, 2, folder, *options_of(llama_folder, "--output", "out"))
-    assert [each.code for each in left] == [0, 0]
+    options = options_of(llama_folder, "--output", "out", "--log-json", "-")
+    first, second = ranks.run(ranks.command, 2, folder, *options)
+    assert (first.code, second.code, second.stderr) == (0, 0, "")
+    assert {json.loads(line)["rank"] for line in first.stderr.splitlines()} == {0}
     return folder / "out"
 
 

@@ -253,7 +253,7 @@ def for_sglang(for_vllm: Written) -> Written:
             with pytest.MonkeyPatch.context() as patch:
                 if model_type not in SGLANG.families:
                     patch.setattr(engines, "ENGINES", willing)
-                run_export.run_export(source, "sglang", output, overwrite=False)
+                run_export.run_export(source, "sglang", output, Narrator.silent(), overwrite=False)
             done[model_type] = output
         return done[model_type]
 
@@ -541,7 +541,9 @@ def test_sglang_drops_or_refuses_what_the_row_says(
     """The same scales reach no attention layer of these models, and ``export`` refuses to write them."""
     row = SGLANG.unloaded[model_type]
     with pytest.raises(PlanRefused, match=re.escape(row)):
-        run_export.run_export(for_vllm(model_type), "sglang", tmp_path / "refused", overwrite=False)
+        run_export.run_export(
+            for_vllm(model_type), "sglang", tmp_path / "refused", Narrator.silent(), overwrite=False
+        )
     folder = for_sglang(model_type)
     written = read_scales(folder)
     assert len(written) == 2 * 3
@@ -564,7 +566,7 @@ def test_a_per_head_calibration_reaches_attention_as_its_largest_head(
     sglang: Sources, exported: Path, tmp_path: Path
 ) -> None:
     """``export`` reduces it to what SGLang loads; nothing of Q is written, and the scheme turns FP8 on."""
-    made = run_export.run_export(exported, "sglang", tmp_path / "out", overwrite=False)
+    made = run_export.run_export(exported, "sglang", tmp_path / "out", Narrator.silent(), overwrite=False)
     assert (made.granularity, made.reduced_from) == ("per_tensor", "per_head")
     fine = {name: t for name, t in read_scales(exported).items() if not name.endswith(".q_scale")}
     assert {t.numel() for t in fine.values()} == {2}
@@ -664,7 +666,7 @@ def test_lmdeploy_refuses_the_section(
 def test_lmdeploy_takes_a_checkpoint_without_scales(lmdeploy: Sources, folded: Path, tmp_path: Path) -> None:
     """What ``export`` writes for it has no section and no scale, and loads whole."""
     folder = tmp_path / "out"
-    made = run_export.run_export(folded, "lmdeploy", folder, overwrite=False)
+    made = run_export.run_export(folded, "lmdeploy", folder, Narrator.silent(), overwrite=False)
     assert made.outcome == "folded"
     tensors = read_tensors(folder)
     assert "quantization_config" not in read_config(folder)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +59,7 @@ def folder_for(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
     def of(engine: str) -> Path:
         if engine not in written:
             output = tmp_path_factory.mktemp(engine) / "checkpoint"
-            run_export.run_export(exported, engine, output, overwrite=False)
+            run_export.run_export(exported, engine, output, Narrator.silent(), overwrite=False)
             written[engine] = output
         return written[engine]
 
@@ -135,7 +137,9 @@ class TestFiles:
 
     def test_an_export_can_be_exported_again(self, folder_for: Callable[[str], Path], tmp_path: Path) -> None:
         """Per tensor now, which is all that is left; no trace of the engine in between."""
-        run_export.run_export(folder_for("vllm-modelopt"), "sglang", tmp_path / "again", overwrite=False)
+        run_export.run_export(
+            folder_for("vllm-modelopt"), "sglang", tmp_path / "again", Narrator.silent(), overwrite=False
+        )
         once, twice = load_file(folder_for("sglang") / SHARD), load_file(tmp_path / "again" / SHARD)
         assert once.keys() == twice.keys()
         assert all(torch.equal(once[name], twice[name]) for name in once)
@@ -167,7 +171,9 @@ class TestFiles:
     def test_a_scale_per_tensor_is_written_for_every_head_of_a_kernel(
         self, folder_for: Callable[[str], Path], tmp_path: Path
     ) -> None:
-        run_export.run_export(folder_for("sglang"), "kernel", tmp_path / "k", overwrite=False)
+        run_export.run_export(
+            folder_for("sglang"), "kernel", tmp_path / "k", Narrator.silent(), overwrite=False
+        )
         found = load_file(tmp_path / "k" / "kvcal-kernel.safetensors")
         assert [found[f"layers.0.{side}_scale"].shape[0] for side in "kvq"] == [2, 2, 6]
         assert all(len(vector.unique()) == 1 for vector in found.values())
@@ -178,7 +184,7 @@ class TestFolded:
     def test_engines_without_scales_get_the_weights_alone(
         self, engine: str, folded: Path, tmp_path: Path
     ) -> None:
-        found = run_export.run_export(folded, engine, tmp_path / "out", overwrite=False)
+        found = run_export.run_export(folded, engine, tmp_path / "out", Narrator.silent(), overwrite=False)
         assert found.outcome == "folded"
         assert found.granularity is None
         assert found.notices == [
@@ -245,7 +251,7 @@ class TestNvfp4:
         assert broken(nvfp4, "trtllm") == {}
 
     def test_the_other_convention_is_a_sixth_of_it(self, nvfp4: Path, tmp_path: Path) -> None:
-        run_export.run_export(nvfp4, "kernel", tmp_path / "k", overwrite=False)
+        run_export.run_export(nvfp4, "kernel", tmp_path / "k", Narrator.silent(), overwrite=False)
         vectors, found = load_file(tmp_path / "k" / "kvcal-kernel.safetensors"), load_file(nvfp4 / SHARD)
         for i in range(3):
             expected = found[f"model.layers.{i}.self_attn.k_proj.k_scale"].double() / 6
@@ -288,7 +294,7 @@ class TestNvfp4:
                     recipe.Recipe().override({"engine": "trtllm", "format": "nvfp4"} | change), model
                 )
         with pytest.raises(PlanRefused, match="vllm 0.33 has no nvfp4 cache"):
-            run_export.run_export(nvfp4, "vllm", tmp_path / "out", overwrite=False)
+            run_export.run_export(nvfp4, "vllm", tmp_path / "out", Narrator.silent(), overwrite=False)
 
 
 class TestTransformers:
@@ -456,30 +462,34 @@ class TestRefusals:
     @pytest.mark.parametrize("engine", ["trtllm", "lmdeploy"])
     def test_scales_that_nobody_would_read(self, engine: str, exported: Path, tmp_path: Path) -> None:
         with pytest.raises(PlanRefused, match=f"calibrate again with --engine {engine} --deliver fold"):
-            run_export.run_export(exported, engine, tmp_path / "out", overwrite=False)
+            run_export.run_export(exported, engine, tmp_path / "out", Narrator.silent(), overwrite=False)
         assert not (tmp_path / "out").exists()
 
     def test_a_format_that_the_engine_lacks(self, folded: Path, tmp_path: Path) -> None:
         with pytest.raises(PlanRefused, match="has no int8_per_token_head cache; the nearest it has is fp8"):
-            run_export.run_export(folded, "trtllm", tmp_path / "out", overwrite=False)
+            run_export.run_export(folded, "trtllm", tmp_path / "out", Narrator.silent(), overwrite=False)
 
     def test_folds_are_no_matter_of_a_kernel(self, planted_folder: Path, tmp_path: Path) -> None:
         folder = write(planted_folder, tmp_path / "fp8", None, "fold")
         with pytest.raises(PlanRefused, match="kernel has no weights to fold into"):
-            run_export.run_export(folder, "kernel", tmp_path / "out", overwrite=False)
+            run_export.run_export(folder, "kernel", tmp_path / "out", Narrator.silent(), overwrite=False)
 
     def test_what_kvcal_did_not_write(self, llama_folder: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="holds no kvcal records"):
-            run_export.run_export(llama_folder, "sglang", tmp_path / "out", overwrite=False)
+            run_export.run_export(
+                llama_folder, "sglang", tmp_path / "out", Narrator.silent(), overwrite=False
+            )
         with pytest.raises(UsageError, match="no such folder"):
-            run_export.run_export(tmp_path / "none", "sglang", tmp_path / "out", overwrite=False)
+            run_export.run_export(
+                tmp_path / "none", "sglang", tmp_path / "out", Narrator.silent(), overwrite=False
+            )
 
     def test_an_output_that_is_there(self, exported: Path, tmp_path: Path) -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "mine").write_text("x")
         with pytest.raises(OutputError, match="pass --overwrite"):
-            run_export.run_export(exported, "sglang", tmp_path / "out", overwrite=False)
-        run_export.run_export(exported, "sglang", tmp_path / "out", overwrite=True)
+            run_export.run_export(exported, "sglang", tmp_path / "out", Narrator.silent(), overwrite=False)
+        run_export.run_export(exported, "sglang", tmp_path / "out", Narrator.silent(), overwrite=True)
         assert not (tmp_path / "out" / "mine").exists()
 
     def test_scales_that_are_broken_are_not_exported(self, exported_copy: Path, tmp_path: Path) -> None:
@@ -488,7 +498,9 @@ class TestRefusals:
         tensors["layers.0.k"].fill_(torch.nan)
         save_file(tensors, path)
         with pytest.raises(CheckFailed, match="holds NaN"):
-            run_export.run_export(exported_copy, "sglang", tmp_path / "out", overwrite=False)
+            run_export.run_export(
+                exported_copy, "sglang", tmp_path / "out", Narrator.silent(), overwrite=False
+            )
         assert not (tmp_path / "out").exists()
 
     @pytest.mark.parametrize("engine", ["sglang", "vllm-modelopt"])
@@ -501,13 +513,63 @@ class TestRefusals:
             exported_copy / "config.json", lambda c: c["quantization_config"].update(config_groups=groups)
         )
         if engine == "sglang":
-            run_export.run_export(exported_copy, engine, tmp_path / "out", overwrite=False)
+            run_export.run_export(exported_copy, engine, tmp_path / "out", Narrator.silent(), overwrite=False)
             section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
             assert section["config_groups"] == groups
             assert section["kv_cache_scheme"]["strategy"] == "tensor"
         else:
             with pytest.raises(PlanRefused, match="cannot carry a KV scheme for vllm-modelopt"):
-                run_export.run_export(exported_copy, engine, tmp_path / "out", overwrite=False)
+                run_export.run_export(
+                    exported_copy, engine, tmp_path / "out", Narrator.silent(), overwrite=False
+                )
+
+
+class TestReport:
+    """What was measured stays; serve line, engine, rules and scales are those of the export."""
+
+    @pytest.mark.parametrize("engine", ["sglang", "vllm-modelopt", "lmdeploy", "kernel"])
+    def test_it_is_about_the_engine_that_it_was_written_for(
+        self, engine: str, exported: Path, folded: Path, folder_for: Callable[[str], Path], tmp_path: Path
+    ) -> None:
+        source, folder = exported, tmp_path / "out"
+        if engine == "lmdeploy":
+            source = folded
+            run_export.run_export(source, engine, folder, Narrator.silent(), overwrite=False)
+        else:
+            folder = folder_for(engine)
+        was, now = (json.loads((each / "kvcal" / "report.json").read_text()) for each in (source, folder))
+        record = json.loads((folder / "kvcal" / "export.json").read_text())
+        plan = json.loads((folder / "kvcal" / "plan.json").read_text())
+        assert now["serve"] == shlex.join(record["serve"])
+        assert (now["before_serving"], now["engine"]) == (record["before"], plan["engine"])
+        assert now["engine"]["name"] == engine
+        assert {each["rule"] for each in now["checks"]} == {f.rule for f in check.check(folder, engine)}
+        measured = was.keys() - {"serve", "before_serving", "engine", "checks", "layers"}
+        assert all(now[key] == was[key] for key in measured)
+        text = (folder / "kvcal" / "report.md").read_text()
+        assert f"for {engine} {engines.get(engine).version}" in text
+        assert "from a calibration for vllm, which was measured" in text
+        assert "vllm serve" not in text or engine == "vllm-modelopt"
+        assert (f"```\n{now['serve']}\n```" in text) == bool(now["serve"])
+        page = html.unescape((folder / "kvcal" / "report.html").read_text())
+        assert (now["serve"] in page) if now["serve"] else "<pre" not in page
+
+    def test_its_scales_are_those_that_are_written(self, folder_for: Callable[[str], Path]) -> None:
+        folder = folder_for("sglang")
+        layers = json.loads((folder / "kvcal" / "report.json").read_text())["layers"]
+        written = load_file(folder / SHARD)
+        for layer in layers:
+            for side in ("k", "v"):
+                (scale,) = layer[side]["scale"]
+                assert scale == float(written[f"model.layers.{layer['index']}.self_attn.{side}_scale"])
+
+    def test_records_that_are_not_whole(self, exported_copy: Path, tmp_path: Path) -> None:
+        edit_json(exported_copy / "kvcal" / "report.json", lambda report: report.pop("stages"))
+        with pytest.raises(ModelError, match="its records are not whole: KeyError\\('stages'"):
+            run_export.run_export(
+                exported_copy, "sglang", tmp_path / "out", Narrator.silent(), overwrite=False
+            )
+        assert not (tmp_path / "out").exists()
 
 
 def test_calibrate_writes_vectors_beside_the_model(
@@ -578,7 +640,7 @@ class TestFp8Weights:
             with pytest.raises(PlanRefused, match=message):
                 plan.resolve(recipe.Recipe().override(wanted), model)
         with pytest.raises(PlanRefused, match="cannot carry a KV scheme for tgi"):
-            run_export.run_export(out, "tgi", out.with_name("tgi"), overwrite=False)
+            run_export.run_export(out, "tgi", out.with_name("tgi"), Narrator.silent(), overwrite=False)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["inline", "own file"])
@@ -593,7 +655,9 @@ class TestOtherWeights:
 
     def test_modelopt(self, base: Path, exported: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
-        done = run_export.run_export(exported, "vllm-modelopt", out, overwrite=False, base=base)
+        done = run_export.run_export(
+            exported, "vllm-modelopt", out, Narrator.silent(), overwrite=False, base=base
+        )
         assert str(base) in done.notices[0]
         weights = (base / "model.safetensors", out / "model-base.safetensors")
         assert weights[0].read_bytes() == weights[1].read_bytes()
@@ -623,7 +687,7 @@ class TestOtherWeights:
         self, algorithm: str | None, base: Path, exported: Path, tmp_path: Path
     ) -> None:
         out = tmp_path / "out"
-        run_export.run_export(exported, "vllm-modelopt", out, overwrite=False, base=base)
+        run_export.run_export(exported, "vllm-modelopt", out, Narrator.silent(), overwrite=False, base=base)
         edit_json(
             out / "hf_quant_config.json", lambda d: d["quantization"].update(kv_cache_quant_algo=algorithm)
         )
@@ -634,7 +698,9 @@ class TestOtherWeights:
         self, engine: str, base: Path, exported: Path, tmp_path: Path
     ) -> None:
         with pytest.raises(PlanRefused, match=f"'modelopt' cannot carry .* {engine}; vllm-modelopt read it"):
-            run_export.run_export(exported, engine, tmp_path / "out", overwrite=False, base=base)
+            run_export.run_export(
+                exported, engine, tmp_path / "out", Narrator.silent(), overwrite=False, base=base
+            )
 
     def test_layers_of_different_algorithms(self, base: Path, exported: Path, tmp_path: Path) -> None:
         mixed = Path(shutil.copytree(base, tmp_path / "mixed"))
@@ -642,7 +708,9 @@ class TestOtherWeights:
         own = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}
         edit_json(mixed / "hf_quant_config.json", lambda d: d.update(quantization=own))
         with pytest.raises(PlanRefused, match="MIXED_PRECISION by layer is not handled"):
-            run_export.run_export(exported, "vllm-modelopt", tmp_path / "out", overwrite=False, base=mixed)
+            run_export.run_export(
+                exported, "vllm-modelopt", tmp_path / "out", Narrator.silent(), overwrite=False, base=mixed
+            )
 
     @pytest.mark.parametrize("document", ["[]", "{", "{}", '{"quantization": {"quant_algo": null}}'])
     def test_a_document_that_says_nothing(
@@ -652,7 +720,9 @@ class TestOtherWeights:
         tiny.edit_config(silent, quantization_config=None)
         (silent / "hf_quant_config.json").write_text(document)
         with pytest.raises(ModelError, match=r"hf_quant_config\.json"):
-            run_export.run_export(exported, "vllm-modelopt", tmp_path / "out", overwrite=False, base=silent)
+            run_export.run_export(
+                exported, "vllm-modelopt", tmp_path / "out", Narrator.silent(), overwrite=False, base=silent
+            )
 
     def test_compressed_tensors(self, exported: Path, tmp_path: Path) -> None:
         base = tiny.save(tmp_path / "base")
@@ -660,7 +730,7 @@ class TestOtherWeights:
         section = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
         tiny.edit_config(base, quantization_config=section)
         out = tmp_path / "out"
-        run_export.run_export(exported, "vllm", out, overwrite=False, base=base)
+        run_export.run_export(exported, "vllm", out, Narrator.silent(), overwrite=False, base=base)
         written = json.loads((out / "config.json").read_text())["quantization_config"]
         assert written.pop("kv_cache_scheme")["strategy"] == "attn_head"
         assert written == section
@@ -668,7 +738,7 @@ class TestOtherWeights:
 
     def test_fp8_takes_one_scale_per_layer(self, exported: Path, tmp_path: Path) -> None:
         base, out = tiny.in_fp8(tiny.save(tmp_path / "base")), tmp_path / "out"
-        done = run_export.run_export(exported, "vllm", out, overwrite=False, base=base)
+        done = run_export.run_export(exported, "vllm", out, Narrator.silent(), overwrite=False, base=base)
         assert (done.granularity, done.reduced_from) == ("per_tensor", "per_head")
         assert {tensor.shape for tensor in load_file(out / SHARD).values()} == {(1,)}
         assert broken(out, "vllm") == {}
@@ -685,15 +755,21 @@ class TestOtherWeights:
     ) -> None:
         base = tiny.save(tmp_path / "base", **fields)
         with pytest.raises(PlanRefused, match=message):
-            run_export.run_export(exported, "vllm", tmp_path / "out", overwrite=False, base=base)
+            run_export.run_export(
+                exported, "vllm", tmp_path / "out", Narrator.silent(), overwrite=False, base=base
+            )
 
     def test_no_checkpoint_at_all(self, exported: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="is no checkpoint"):
-            run_export.run_export(exported, "vllm", tmp_path / "out", overwrite=False, base=tmp_path)
+            run_export.run_export(
+                exported, "vllm", tmp_path / "out", Narrator.silent(), overwrite=False, base=tmp_path
+            )
 
     def test_folds_stay_in_their_weights(self, folded: Path, exported: Path, tmp_path: Path) -> None:
         with pytest.raises(PlanRefused, match="folded into its weights"):
-            run_export.run_export(folded, "vllm", tmp_path / "out", overwrite=False, base=exported)
+            run_export.run_export(
+                folded, "vllm", tmp_path / "out", Narrator.silent(), overwrite=False, base=exported
+            )
 
     def test_the_command(self, exported: Path, tmp_path: Path, kvcal: Callable[..., Any]) -> None:
         base = tiny.in_modelopt_fp8(tiny.save(tmp_path / "base"), inline=True)
@@ -837,7 +913,7 @@ class TestCommands:
 
     def test_a_folder_may_be_called_like_a_blank_of_the_command(self, exported: Path, tmp_path: Path) -> None:
         output = tmp_path / "MODEL DTYPE $dtype FOLDER"
-        found = run_export.run_export(exported, "tgi", output, overwrite=False)
+        found = run_export.run_export(exported, "tgi", output, Narrator.silent(), overwrite=False)
         assert found.serve[2] == str(output)
 
     def test_the_usual_output_is_named_after_the_engine(

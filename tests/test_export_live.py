@@ -68,7 +68,7 @@ def test_vllm_holds_what_was_written(
 ) -> None:
     folder = calibrated(family, tmp_path, granularity, rule)
     if engine != "vllm":
-        run_export.run_export(folder, engine, tmp_path / "exported", overwrite=False)
+        run_export.run_export(folder, engine, tmp_path / "exported", Narrator.silent(), overwrite=False)
         folder = tmp_path / "exported"
     result = ask(folder, engine, vllm_python)
     assert result.problems == ()

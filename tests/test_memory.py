@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -131,7 +132,10 @@ def test_what_was_expected_and_what_it_took_are_in_the_records(
         )
         assert each["peak_bytes"] > each["held_bytes"] * 0.9
         assert f"{name}: expects cpu memory of" in done.stderr
-    assert "memory (device map: layerwise)" in (tmp_path / "out/kvcal/report.md").read_text()
+    written = (tmp_path / "out/kvcal/report.md").read_text()
+    assert "Device map: layerwise." in written
+    expected = told["passes"]["calibrate"]["expected_bytes"] / 2**30
+    assert re.search(rf"\| calibrate \| [\d.]+ \| [\d.]+ GiB \|  \| {expected:.2f} GiB of cpu \|", written)
 
 
 @pytest.mark.gpu

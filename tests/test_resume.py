@@ -97,7 +97,7 @@ def test_the_command_goes_on_where_it_was(kvcal: Kvcal, llama_folder: Path) -> N
     assert "calibrate: going on after 2 batches" in left.stderr
     assert ended == [1]
     differing = {key for key in whole if whole[key] != left.document[key]}
-    assert differing <= {"serve", "folder", "memory"}
+    assert differing <= {"serve", "folder", "memory", "stages"}
     one, other = (load_file(f"{folder}/kvcal/statistics.safetensors") for folder in ("whole", "out"))
     assert all(torch.equal(one[key], other[key]) for key in one.keys() | other.keys())
     assert not STATE.exists()
@@ -114,7 +114,12 @@ def test_folded_statistics_are_gone_on_from_too(kvcal: Kvcal, planted_folder: Pa
     with interrupted(99) as rest:
         left = run(kvcal, planted_folder, *wanted, "--resume")
     assert rest == [1]
-    assert {key for key in whole if whole[key] != left.document[key]} <= {"serve", "folder", "memory"}
+    assert {key for key in whole if whole[key] != left.document[key]} <= {
+        "serve",
+        "folder",
+        "memory",
+        "stages",
+    }
     assert not STATE.exists()
 
 

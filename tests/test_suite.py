@@ -80,7 +80,7 @@ def test_a_needle_is_found_over_a_good_cache_and_lost_over_a_bad_one(
 def test_same_seed_same_record_other_seed_other_prompts(copier: Path, kvcal: Callable[..., Any]) -> None:
     few = (*LONG[:4], "--depths", "1", "--prompts", "1", "--device", "cpu", "--json")
     one, again, other = (kvcal("evaluate", copier, *few, "--seed", seed).document for seed in ("0", "0", "5"))
-    assert [one.pop("seconds").keys(), again.pop("seconds").keys()] == [{"retrieve"}] * 2
+    assert [one.pop("stages").keys(), again.pop("stages").keys()] == [{"load", "retrieve"}] * 2
     assert one == again
     assert (one["seed"], other["seed"]) == (0, 5)
 
@@ -103,8 +103,16 @@ def test_every_part_is_in_the_record_and_within_eighty_columns(
     model = tiny.save(tmp_path / "model", max_position_embeddings=700, num_hidden_layers=1)
     kvcal("calibrate", "--model", model, *small, "--output", tmp_path / "out")
     options = ("--suite", "full", "--depths", "1", "--prompts", "1", "--chunk", "100", "--round-query")
-    done = kvcal("evaluate", tmp_path / "out", *options)
+    done = kvcal("evaluate", tmp_path / "out", *options, "--summary", "s.md")
     assert done.code == 0, done.stderr
+    summary = (tmp_path / "s.md").read_text()
+    tasks = json.loads((tmp_path / "out" / "kvcal" / "suite.json").read_text())["tasks"]
+    for task in tasks:
+        assert (
+            f"| {task['name']} | {task['length']:,} | {task['prompts']} | {task['reference']:.3f} |"
+            in summary
+        )
+    assert all(words in summary for words in ("# Suite full on ", "| K and V |", "own greedy text", CANNOT))
     assert max(map(len, done.stdout.splitlines())) <= 80
     for words in ("own greedy text", "16-bit cache", "quantized cache", CANNOT, "fidelity over"):
         assert words in done.stdout

@@ -193,7 +193,7 @@ def measure(
     names: Sequence[str],
     repeats: int,
     *,
-    say: Callable[[str], None] = lambda _: None,
+    on_shapes: Callable[[float], None] = lambda _: None,
 ) -> Measurement:
     """Check and time every implementation at every shape.
 
@@ -201,7 +201,7 @@ def measure(
         shapes: at each, all formats take turns.
         names: formats; empty for all.
         repeats: replays of each graph.
-        say: told of each shape.
+        on_shapes: hears of each finished shape.
 
     Raises:
         UsageError: no GPU, a format that no kernel reads, or a shape that does not fit into memory.
@@ -216,8 +216,8 @@ def measure(
     first = timing.read_peak()
     found: list[tuple[Shape, list[_Entry]]] = []
     for shape in shapes:
-        say(f"{shape}: compiling and checking")
         found.append((shape, _at_shape(shape, cases, repeats)))
+        on_shapes(1)
         gc.collect()
         torch.cuda.empty_cache()
     last = timing.read_peak()

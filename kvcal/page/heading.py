@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,7 @@ class Heading:
 def heading(run: Run) -> Heading:
     """Verdict, serve line, and five numbers."""
     report, plan = run.report, run.records.plan
-    engine, exported = run.engine, run.exported
+    engine = report["engine"]
     scaling = "" if plan["format"].endswith(plan["scaling"]) else f", {plan['scaling']}"
     failures = [gate["text"] for gate in report["gates"] if not gate["passed"]]
     if not report["engine"]["consumed"]:
@@ -43,17 +42,11 @@ def heading(run: Run) -> Heading:
         passed=run.passed,
         cache=f"{plan['format']}{scaling}, for {engine['name']} {engine['version']}",
         delivered=f"delivered by {DELIVERED[plan['deliver']]}",
-        serve=_serve(run) if run.passed else None,
-        before_serving=(exported["before"] if exported else report["before_serving"]) if run.passed else None,
+        serve=(report["serve"] or None) if run.passed else None,
+        before_serving=report["before_serving"] if run.passed else None,
         failures=failures,
         tiles=_tiles(report),
     )
-
-
-def _serve(run: Run) -> str | None:
-    if run.exported is None:
-        return str(run.report["serve"])
-    return shlex.join(run.exported["serve"]) or None
 
 
 def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:

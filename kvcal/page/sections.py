@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvcal import engine_report, stage_report
 from kvcal.page import channel_figures, figures, serving
 from kvcal.page.source import Run
 from kvcal.page.tables import Section, Table, number
@@ -57,22 +58,11 @@ def _fidelity(runs: Sequence[Run]) -> Section:
                 ),
             )
         ],
-        notes=[*(other if len(texts) > 1 else ()), *(note for run in runs for note in _exported(run))],
+        notes=[
+            *(other if len(texts) > 1 else ()),
+            *(note for run in runs for note in engine_report.export_notes(run.name, run.exported)),
+        ],
     )
-
-
-def _exported(run: Run) -> list[str]:
-    """What a checkpoint in the form of another engine has not been measured with."""
-    found = run.exported
-    if found is None:
-        return []
-    reduced = found["reduced_from"]
-    how = f"; its scales were {reduced} then and are {found['granularity']} now" if reduced else ""
-    first = f"{run.name} was written for {found['engine']} from a calibration for {found['from']}"
-    return [
-        f"{first}, which was measured{how}.",
-        *(f"{notice[0].upper()}{notice[1:]}." for notice in found["notices"]),
-    ]
 
 
 def _limits(runs: Sequence[Run]) -> Section | None:
@@ -295,35 +285,18 @@ def _facts(runs: Sequence[Run]) -> Section:
         [(name, *(column.get(name, "") for column in columns)) for name in names],
         text=frozenset(range(len(runs) + 1)),
     )
-    seconds = [run.records.manifest["seconds"] for run in runs]
-    stages = list(dict.fromkeys(stage for each in seconds for stage in each))
-    times = Table(
-        ("stage", *(f"seconds{'' if len(runs) == 1 else f', {run.name}'}" for run in runs)),
-        [
-            *(
-                (stage, *(f"{each[stage]:.2f}" if stage in each else "" for each in seconds))
-                for stage in stages
-            ),
-            ("together", *(f"{sum(each.values()):.2f}" for each in seconds)),
-        ],
-        strong=frozenset({len(stages)}),
+    rows = [(run.name, *row) for run in runs for row in stage_report.rows(run.report)]
+    stages = Table(
+        ("run", *stage_report.HEADINGS),
+        rows,
+        text=frozenset({0, 1}),
+        strong=frozenset(y for y, row in enumerate(rows) if row[1] == stage_report.TOGETHER),
     )
-    memory = [
-        (
-            run.name,
-            stage,
-            each["device"],
-            f"{each['expected_bytes'] / 2**30:.2f} GiB",
-            f"{each['peak_bytes'] / 2**30:.2f} GiB",
-        )
-        for run in runs
-        for stage, each in run.records.manifest.get("memory", {}).items()
-    ]
-    peaks = Table(("run", "pass", "device", "memory expected", "peak"), memory, text=frozenset({0, 1, 2}))
     return Section(
         "facts",
         "The run",
-        tables=[facts, times, *([_per_run(runs, peaks)] if memory else [])],
+        tables=[facts, _per_run(runs, stages)],
+        notes=list(dict.fromkeys(stage_report.note(run.report) for run in runs)),
     )
 
 

@@ -85,7 +85,7 @@ def fits(run: Run) -> list[Fit]:
         KvcalError: there is no checkpoint, or its caches or weights cannot be counted.
     """
     kept, model, fmt = _kept(run), _model(run), _format(run)
-    engine = engines.get(run.engine["name"])
+    engine = engines.get(run.report["engine"]["name"])
     context = min(CONTEXT, model.max_context)
     found = []
     for name in GPUS:

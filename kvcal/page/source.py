@@ -40,12 +40,6 @@ class Run:
     exported: Mapping[str, Any] | None
 
     @property
-    def engine(self) -> Mapping[str, Any]:
-        """Name and version of what the checkpoint is written for."""
-        found: Mapping[str, Any] = (self.records.plan if self.exported else self.report)["engine"]
-        return found
-
-    @property
     def report(self) -> dict[str, Any]:
         return self.records.report
 

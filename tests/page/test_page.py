@@ -267,17 +267,34 @@ def test_the_run_is_told(fp8: Path) -> None:
     for name, version in manifest["versions"].items():
         assert f"{name} {version}" in told["versions"]
     assert told["held-out text, SHA-256"] == manifest["evaluation"]["sha256"]
-    assert [row[0] for row in times[1:-1]] == list(manifest["seconds"])
-    assert [float(row[1]) for row in times[1:-1]] == list(manifest["seconds"].values())
-    assert float(times[-1][1]) == pytest.approx(sum(manifest["seconds"].values()), abs=0.01)
+    stages = record(fp8, "report")["stages"]
+    assert stages == manifest["stages"]
+    assert [row[0] for row in times[1:-1]] == list(stages)
+    assert [float(row[1]) for row in times[1:-1]] == [each["seconds"] for each in stages.values()]
+    assert float(times[-1][1]) == pytest.approx(sum(each["seconds"] for each in stages.values()), abs=0.01)
+    assert [row[2] for row in times[1:-1]] == [
+        f"{each['peak_host_bytes'] / 2**30:.2f} GiB" for each in stages.values()
+    ]
 
 
-def test_peak_memory_is_told_where_it_was_measured(fp8: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("since", ["stage", "process"])
+def test_peak_memory_is_told_of_host_and_gpu(since: str, fp8: Path, tmp_path: Path) -> None:
     folder = copy(fp8, tmp_path / "out")
-    passes = {"calibrate": {"device": "cuda:0", "expected_bytes": 2**30, "peak_bytes": 3 * 2**29}}
-    edit(folder, "manifest", lambda found: found.update(memory=passes))
-    page = page_of(folder)
-    assert ["calibrate", "cuda:0", "1.00 GiB", "1.50 GiB"] in tables(page.section("facts"))[-1]
+
+    def on_a_gpu(found: Any) -> None:
+        found["memory"]["passes"]["calibrate"].update(device="cuda:0", expected_bytes=2**30)
+        found["stages"]["calibrate"] = {
+            "seconds": 1.5,
+            "peak_host_bytes": 3 * 2**29,
+            "host_peak_since": since,
+            "peak_device_bytes": 3 * 2**28,
+        }
+
+    edit(folder, "report", on_a_gpu)
+    section = page_of(folder).section("facts")
+    row = ["calibrate", "1.50", "1.50 GiB", "0.75 GiB", "1.00 GiB of cuda:0"]
+    assert row in tables(section)[-1]
+    assert ("has held so far" in "".join(section.itertext())) == (since == "process")
 
 
 def page_of(*folders: Path, **more: Any) -> Any:

@@ -329,6 +329,8 @@ def test_plan_to_check(
     page = (output / "kvcal" / "report.html").read_text()
     assert "1,152 → 576 bytes per token of the decoder, 1,152 → 576 of the encoder" in page
     assert "how many fit beside the weights" not in page, "no capacity that means nothing"
+    assert "kvcal compare" not in page, "no command that would refuse"
+    assert "--suite" not in page
 
 
 @pytest.fixture(scope="module")

@@ -324,14 +324,16 @@ def _facts_of(run: Run) -> dict[str, str]:
 
 def _missing(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> Section | None:
     """What the records do not hold, and what would."""
+    # What reads with an encoder is refused there.
+    alone = any(run.report.get("bytes_per_encoder_token") is None for run in runs)
     absent = {
         "Other schemes at other bits: kvcal compare --output FOLDER, kvcal report --comparison FOLDER.": (
-            comparison is None
+            alone and comparison is None
         ),
-        "What each layer costs alone: kvcal calibrate --max-kl or --bits-budget.": all(
-            run.report["mixed"] is None for run in runs
+        "What each layer costs alone: kvcal calibrate --max-kl or --bits-budget.": (
+            alone and all(run.report["mixed"] is None for run in runs)
         ),
-        "Long-context tasks: kvcal evaluate --suite.": all(run.suite is None for run in runs),
+        "Long-context tasks: kvcal evaluate --suite.": alone and all(run.suite is None for run in runs),
         "Channels: statistics.safetensors is not among the records.": all(
             run.statistics is None for run in runs
         ),

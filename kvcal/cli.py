@@ -62,9 +62,19 @@ from kvcal.options import (
     suite_of,
 )
 
+# As they are come to: the main job, what follows it, what is asked beside it.
+_ORDER = (
+    *("plan", "calibrate", "check", "evaluate", "validate", "report", "export", "engines"),
+    *("diff", "merge", "unfold", "compare", "recipes", "bench"),
+)
+
 
 class _Program(TyperGroup):
     """Its own options may stand behind a command too, and count before the command line is judged."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names in the order of the help."""
+        return sorted(super().list_commands(ctx), key=_ORDER.index)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """The words of the command that are left."""

@@ -8,6 +8,7 @@ order as one that was never interrupted, so nothing differs, not in the last bit
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import json
 import os
 import shutil
@@ -140,7 +141,11 @@ class State:
         return Checkpoint(path, self._facts, self._every, parts)
 
     def _files(self, name: str) -> list[Path]:
-        return sorted(self.folder.glob(f"{name}.safetensors"))
+        try:
+            present = os.listdir(self.folder)
+        except FileNotFoundError:  # nothing was saved, or another rank has just removed it
+            return []
+        return sorted(self.folder / each for each in fnmatch.filter(present, f"{name}.safetensors"))
 
 
 def folder_of(destination: Path) -> Path:

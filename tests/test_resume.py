@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from kvcal import calibrate, manifest, resume
-from kvcal.launch import ALONE
+from kvcal.launch import ALONE, Place
 from kvcal.statistics import Collector, Statistics
 from tests import tiny
 from tests.test_calibrate import plan_for, token_set
@@ -267,4 +267,21 @@ def test_nothing_is_written_before_it_is_time(tmp_path: Path) -> None:
     state = resume.State(tmp_path / "out", ALONE, {"model": "one"}, every=3600.0)
     with interrupted(4), pytest.raises(KeyboardInterrupt):
         calibrate.calibrate(MODEL, plan, TEXT, state=state.checkpoint("calibrate", "w"))
+    assert not state.folder.exists()
+
+
+def test_a_folder_that_rank_0_removes_first_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks end at the same time; whatever one asks of the folder, it may be gone by then."""
+    state = resume.State(tmp_path / "out", Place(1, 2, 1), {}, every=0.0)
+    state.folder.mkdir()
+    for name in ("listdir", "scandir"):
+        ask = getattr(os, name)
+
+        def asked(path: Any, ask: Callable[[Any], Any] = ask) -> Any:
+            if Path(path) == state.folder and state.folder.exists():
+                state.folder.rename(tmp_path / "gone")
+            return ask(path)
+
+        monkeypatch.setattr(os, name, asked)
+    state.remove()
     assert not state.folder.exists()

@@ -260,14 +260,14 @@ def test_a_full_disk_ends_the_log_and_not_the_run(
 
 def test_what_libraries_log_is_a_warning(kvcal: Kvcal, monkeypatch: pytest.MonkeyPatch) -> None:
     def shipped() -> list[str]:
-        logging.getLogger("some.library").warning("beware of %s", "the dog")
-        logging.getLogger("some.library").info("nothing")
+        logging.getLogger("its.package").warning("beware of %s", "the dog")
+        logging.getLogger("its.package").info("nothing")
         return ["fp8"]
 
     monkeypatch.setattr("kvcal.recipe.shipped", shipped)
     (line, _) = lines_of(kvcal("recipes", "list", "--log-json", "-").stderr)
-    assert (line.event, line.level, line.message) == ("warning", "warning", "some.library: beware of the dog")
-    assert kvcal("recipes", "list").stderr == "warning: some.library: beware of the dog\n"
+    assert (line.event, line.level, line.message) == ("warning", "warning", "its.package: beware of the dog")
+    assert kvcal("recipes", "list").stderr == "warning: its.package: beware of the dog\n"
     assert kvcal("recipes", "list", "--quiet").stderr == ""
 
 

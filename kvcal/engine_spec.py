@@ -154,8 +154,9 @@ class EngineSpec:
         self, model: ModelSpec, fmt: KVFormat, granularity: Granularity | None, deliver: Deliver
     ) -> Verdict:
         """What becomes of a calibration; ``granularity`` is None where no static scales are written."""
-        if self._refuses_encoders(model):
-            return Verdict("refused", (self._about_encoders(model),), "--engine kernel --format fp8")
+        behind_encoder = self._about_encoder(model)
+        if behind_encoder is not None:
+            return Verdict("refused", (behind_encoder,), "--engine kernel --format fp8")
         ignored = self.ignores(model, fmt, deliver)
         refused = [r for r in self.refusals(model, fmt, granularity, deliver) if r not in ignored]
         if not refused and not ignored:
@@ -192,7 +193,9 @@ class EngineSpec:
 
     def ignores(self, model: ModelSpec, fmt: KVFormat, deliver: Deliver) -> list[str]:
         """Why static scales beside the weights would be loaded by nobody; empty if they would be."""
-        if deliver == "fold" or not self._has(fmt, model) or fmt.dynamic or self._refuses_encoders(model):
+        if deliver == "fold" or not self._has(fmt, model) or fmt.dynamic:
+            return []
+        if self._about_encoder(model) is not None:
             return []
         why = self._reaches(model)
         if fmt.name in self.unread:
@@ -201,11 +204,11 @@ class EngineSpec:
             return []
         return [why if fmt.block else f"{why}; --deliver fold reaches it"]
 
-    def _about_encoders(self, model: ModelSpec) -> str:
+    def _about_encoder(self, model: ModelSpec) -> str | None:
+        """Why it consumes nothing for this model because of its encoder; None if it has none, or it does."""
+        if not model.encoder_decoder or self.about_encoders is None:
+            return None
         return f"{self.name} {self.version}, {model.model_type}: {self.about_encoders}"
-
-    def _refuses_encoders(self, model: ModelSpec) -> bool:
-        return model.encoder_decoder and self.about_encoders is not None
 
     def _reaches(self, model: ModelSpec) -> str | None:
         """Why its loader drops the scales of this model; None if it does not."""
@@ -228,8 +231,9 @@ class EngineSpec:
 
         ``granularity`` is None where no static scales are written.
         """
-        if self._refuses_encoders(model):
-            return [f"{self._about_encoders(model)}; use --engine kernel, which takes fp8"]
+        behind_encoder = self._about_encoder(model)
+        if behind_encoder is not None:
+            return [f"{behind_encoder}; use --engine kernel, which takes fp8"]
         reasons = self.ignores(model, fmt, deliver)
         known = fmt.name in self.cache_dtype
         if not known:

@@ -32,16 +32,16 @@ _COMMON = {
     "eos_token_id": 257,
     "pad_token_id": 257,
 }
-_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 24},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2": {},
-    "qwen2_moe": _MOE | {"shared_expert_intermediate_size": 32},
+    "qwen2_moe": MOE | {"shared_expert_intermediate_size": 32},
     "qwen3": {},
-    "qwen3_moe": _MOE,
+    "qwen3_moe": MOE,
     "gemma2": {
         "sliding_window": 24,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -79,7 +79,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
-    "qwen3_next": _MOE
+    "qwen3_next": MOE
     | {
         "shared_expert_intermediate_size": 32,
         "layer_types": ["full_attention", "linear_attention", "full_attention"],

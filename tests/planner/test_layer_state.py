@@ -28,7 +28,6 @@ _DELTA = {
     "linear_num_value_heads": 4,
     "linear_conv_kernel_dim": 3,
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "jamba": {
         "attn_layer_period": 2,
@@ -69,7 +68,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _DELTA,
     "olmo_hybrid": _DELTA,
     "lfm2": tiny.WITHOUT_ROW["lfm2"],
-    "lfm2_moe": _EXPERTS | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "lfm2_moe": tiny.MOE | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
 }
 
 
